@@ -315,6 +315,8 @@ class Program:
         lines = [f"{name}: {line}" for name, gm in self.graphs.items() for line in self._communication_of(gm)]
         if lines and self.differentiable and self.optional:  # backward asks all ranks for those
             lines.append(f"which of {self.optional} have a gradient")
+        if any(size > 1 for _, size in self.plan.mesh):
+            lines += [f"which rows of {each.fqn} are shortened" for each in self.joint.shortened]
         return "\n".join(lines)
 
     def _communication_of(self, gm: fx.GraphModule) -> Iterator[str]:

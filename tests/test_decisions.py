@@ -156,6 +156,85 @@ def test_microbatches_of_a_pipeline_go_the_way_of_the_batch_or_are_refused():
         assert "forward decides by a value of its inputs" in told
 
 
+# -- statistics of activations ---------------------------------------------------------------------------------
+
+
+class Observing(nn.Module):
+    """A layer whose outputs' range is kept: that of the first batch, then one that follows."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+        self.register_buffer("low", torch.zeros(1))
+        self.register_buffer("high", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        low, high = y.detach().aminmax()
+        if self.how == "in place":
+            if self.low.min() == 0 and self.high.max() == 0:
+                self.low.add_(low)
+                self.high.add_(high)
+            else:
+                self.low.lerp_(low, 0.1)
+                self.high.lerp_(high, 0.1)
+        elif self.how == "variables":
+            kept = self.low
+            if kept.max() < 0:
+                kept = kept * 0.9 + low * 0.1
+            self.low.copy_(torch.minimum(kept, low))
+        elif self.how == "scaled":
+            if self.low.max() < 0:
+                y = y / self.high
+        elif self.how == "checked":
+            if self.low.max() < 0:
+                assert self.high > 0
+                self.low.add_(1)
+        elif self.how == "told":
+            if self.low.max() < 0:
+                print("observed", self.low)
+        else:
+            while low.min() < -1e-3:
+                low = low * 0.5
+            self.low.copy_(low)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("how", ["in place", "variables"])
+def test_a_branch_on_statistics_that_leaves_statistics_behind_is_computed_both_ways(how):
+    report = shardgraph.verify(Observing(how), (torch.randn(8, 4),), "fsdp", steps=3)
+    assert report.ok, str(report)
+    assert "buffer low after step 2" in report.errors
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("scaled", "if self.low.max() < 0:"),  # of which a gradient would be that of both ways
+        ("checked", "if self.low.max() < 0:"),
+        ("told", "if self.low.max() < 0:"),
+        ("in a loop", "while low.min() < -1e-3:"),
+    ],
+)
+def test_a_branch_on_statistics_that_decides_more_is_refused_with_its_line(how, line):
+    told = refused(Observing(how), torch.randn(2, 4))
+    assert line in told
+    assert "shardgraph.assume('test_decisions.py:" in told
+
+
+def test_what_a_branch_on_statistics_does_not_take_leaves_no_trace_where_it_overflows():
+    class Overflowing(Observing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            scale = torch.ones(())
+            if self.high.max() > 0:
+                scale = 1 / self.high.max()  # infinite where it is not taken
+            return (y * scale).square().mean()
+
+    report = shardgraph.verify(Overflowing("in place"), (torch.randn(8, 4),), "fsdp", steps=2)
+    assert report.ok, str(report)
+
+
 # -- random numbers --------------------------------------------------------------------------------------------
 
 

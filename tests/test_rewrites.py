@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.ibert.quant_modules import QuantAct
 
 import shardgraph
 from shardgraph.module.programs import Programs
@@ -88,6 +89,30 @@ def test_adapters_of_the_languages_of_a_batch_are_captured_with_equal_gradients(
     model, call = xmod(ln_before_adapter)
     report = shardgraph.verify(model, (), "fsdp", mesh={"dp": 2}, example_kwargs=call, steps=2)
     assert report.ok, str(report)
+
+
+class Ranged(nn.Module):
+    """A layer of I-BERT, which keeps the range of what it is given."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(4, 4), QuantAct(8, act_range_momentum=momentum)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kept(self.layer(x), identity=x)[0].square().mean()
+
+
+@pytest.mark.parametrize("momentum", [0.95, -1])
+def test_ranges_of_activations_begin_with_the_first_batch_and_follow_the_later_ones(momentum):
+    report = shardgraph.verify(Ranged(momentum), (torch.randn(8, 4),), "fsdp", steps=3)
+    assert report.ok, str(report)
+    assert "buffer kept.x_max after step 2" in report.errors
+
+
+def test_a_range_of_what_is_not_a_number_is_told_as_by_the_layer():
+    sharded = shardgraph.compile(Ranged(0.95), "single", example_inputs=(torch.ones(2, 4),), progress=False)
+    with pytest.raises(AssertionError, match="NaN detected"):
+        sharded(torch.full((2, 4), torch.nan))
 
 
 class Hit(nn.Module):

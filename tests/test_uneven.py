@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.algorithms import Join
 
 import shardgraph
 from shardgraph.passes.lowering import build_program
@@ -135,3 +136,9 @@ def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_t
         assert "run out of data" in told["stopped"]
         assert "never made such a call" in told["never called"]
         assert told["as written"].startswith("Linear, which runs as it is written, communicates")
+
+
+def test_the_join_of_torch_is_refused_with_what_to_do():
+    sharded = shardgraph.compile(torch.nn.Linear(4, 2), "single", progress=False)
+    with pytest.raises(shardgraph.ShardGraphError, match=r"algorithms\.Join does not take.*`with sharded\.join\(\):`"):
+        Join([sharded])

@@ -34,6 +34,7 @@ from shardgraph.capture.refused import check_arguments, check_effects, check_sha
 from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.scaled_products import scale_products
+from shardgraph.capture.shortened_rows import take_shortenings
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
@@ -154,7 +155,8 @@ def _traced(model: nn.Module, asked: Asked) -> tuple[ir.JointGraph, Callable[...
     joint.conditions = tuple(decisions.conditions)
     drop_known_masks(joint.module)
     joint.guards = partial(_guards, exported, loss_fn)
-    joint.origin = exported.origin and replace(exported.origin, guards=partial(_guards_data, exported.origin, loss_fn))
+    if exported.origin and not joint.shortened:  # which are not stored
+        joint.origin = replace(exported.origin, guards=partial(_guards_data, exported.origin, loss_fn))
     joint.rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
     check_products(joint.module)
@@ -397,6 +399,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
         number = isinstance(of, ir.Input) and not isinstance(leaves[of.index], torch.Tensor)
         return leaves[of.index] if number else value
 
+    shortenings = take_shortenings(gm, lambda name: canonical.get(name, name), _source_line)
     output = gm.graph.output_node()
     values = pytree.tree_leaves(output.args, is_leaf=lambda value: value is None)
     replaced = [ir.Buffer(canonical[PREFIX + each.fqn]) for each in effects.results if each.buffer]
@@ -428,6 +431,7 @@ def _joint_graph(exported: Exported, fake_mode: FakeTensorMode, leaves: list[Any
         mode,
         _aliases(gm, exported.lowered._aot_state, role),
         attributes=effects.constants,
+        shortened=tuple(each.of(gm) for each in shortenings),
         results=tuple(each for each in effects.results if not each.buffer),
         replaced=frozenset(buffer.fqn for buffer in replaced),
         repeats=exported.repeats,

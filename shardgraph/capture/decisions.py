@@ -87,6 +87,7 @@ class Decisions:
         self.remedy = ""  # what would help with the latest value that is not known
         self.raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]] = {}
         self.answers = Answers()
+        self._unequal: dict[str, str] = {}  # what would help, by line, if both ways of a branch are too unlike
         self._leaves = leaves
         self._position = {
             id(fake): i
@@ -137,17 +138,21 @@ class Decisions:
         found = [frames for text, frames in self.raised.values() if text and text in message]
         return found[-1] if found else []
 
+    def checked(self, line: str, value: bool) -> None:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        self.answers.told(line, value)
+
     def both(self, node: fx.Node, line: str) -> bool:
         """See :class:`shardgraph.torch_api.Decider`: of random numbers, either way might have been taken."""
-        if not _draws(node):
-            return False
         self.answers.took_both(line)
+        drawn = _draws(node)
+        self._unequal[line] = _UNEQUAL if drawn else self.remedy
         self.remedy = ""
-        return True
+        return drawn
 
     def unequal(self, line: str) -> None:
         """See :class:`shardgraph.torch_api.Decider`."""
-        self.remedy = _UNEQUAL
+        self.remedy = self._unequal[line]
 
     def assumed(self, line: str) -> bool | None:
         """See :class:`shardgraph.torch_api.Decider`."""

@@ -61,8 +61,8 @@ def _from_few_layers(
     remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in stacks]
     check_same(whole, recorded(few, remaining), repeated, heads, kinds)
     joint, unequal = traced(few)
-    if joint.attributes or joint.results or joint.replaced:
-        raise UnequalLayersError("forward sets attributes")
+    if joint.attributes or joint.results or joint.replaced or joint.shortened:
+        raise UnequalLayersError("forward sets attributes or writes parameters")
     numbers = [(stack.path, {few: stack.stands_for(few) for few in range(stack.few)}) for stack in repeated]
     if difference := unequal(model, numbers):
         raise UnequalLayersError(difference)

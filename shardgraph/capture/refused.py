@@ -53,7 +53,7 @@ def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Call
             _refuse_effect(str(node.args[1]), line(node))
     for desc, value in results:
         if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
-            _refuse_write(desc.mutated_input.target, value, line(value))
+            _refuse_write(desc.mutated_input.target, line(value))
 
 
 def check_shapes(gm: fx.GraphModule, line: Callable[[fx.Node], str]) -> None:
@@ -86,14 +86,8 @@ def _refuse_effect(operator: str, at: str) -> None:
     )
 
 
-def _refuse_write(name: str, value: fx.Node, at: str) -> None:
+def _refuse_write(name: str, at: str) -> None:
     name = name.removeprefix("model.")
-    if value.target is torch.ops.aten.embedding_renorm.default:
-        raise CaptureError(
-            f"the embedding of {name!r} has max_norm, with which forward shortens rows of its weight in place, at "
-            f"{at}: leave max_norm out, and shorten them after each step of the optimizer, with torch.renorm inside of "
-            "`with sharded.unsharded():`, or divide what the embedding returns by its norm"
-        )
     raise CaptureError(
         f"forward writes the parameter {name!r} in place, at {at}: its shards would not be written. Write it after "
         "optimizer.step(), inside of `with sharded.unsharded():`, or keep the value in a buffer, which forward may "

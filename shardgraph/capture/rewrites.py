@@ -17,13 +17,14 @@ from torch import nn
 
 from shardgraph.arguments import CALLABLE, NONE, Kind, checked
 from shardgraph.capture.expert_loops import EXPERT_LOOPS
+from shardgraph.capture.ranges import RANGES
 from shardgraph.capture.speech import MASKS, SOUND_ENCODERS
 
 _NOT_COMPILING = "*.modeling_switch_transformers.is_torchdynamo_compiling"
 _functions: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = MASKS | {
     _NOT_COMPILING: lambda _: lambda: False  # the way that it takes if it compiles fails without an attention mask
 }
-_rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | SOUND_ENCODERS
+_rewrites: dict[str, Callable[..., Any]] = EXPERT_LOOPS | RANGES | SOUND_ENCODERS
 _one_at_a_time = threading.RLock()
 
 _CLASS = Kind(

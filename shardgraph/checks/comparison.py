@@ -19,6 +19,7 @@ from shardgraph.checks.all_rows import joined, rows_of_rank
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.coverage import Coverage
 from shardgraph.checks.scaled_products import scaled_products
+from shardgraph.checks.shortened_rows import shorten_shards
 from shardgraph.checks.step import LockstepStep, Values
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Buffer, Input, IntermediateBase, Output, Parameter, Tangent, placeholders
@@ -96,6 +97,9 @@ class Comparison:
         sets = [trained.values(), *([shards[name] for name in trained] for shards in self.shards)]
         optimizers = [make(list(parameters)) for parameters in sets if trained]
         for step in range(steps):
+            self._shorten_rows(step)
+            if max(self.errors.values(), default=0.0) > limit:
+                return None  # before any node
             parameters = {name: p.detach().clone() for name, p in self.original.named_parameters()}
             buffers, self.before = dict(self.buffers), self.after
             self._compare_step(step, buffers)
@@ -104,7 +108,7 @@ class Comparison:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            self._compare_weights(step)
+            self._compare_weights("after", step)
             if max(self.errors.values(), default=0.0) > limit:
                 return None  # gradients agreed: the optimizer diverges, which no node represents
         return None
@@ -117,6 +121,23 @@ class Comparison:
             for mine, part in zip(shards, parts, strict=True):
                 mine[fqn] = part.contiguous().clone().requires_grad_(parameter.requires_grad)
         return shards
+
+    def _shorten_rows(self, step: int) -> None:
+        """Shorten the rows of parameters that the batches of all ranks look up: of the original by its own forward,
+        whose results are of no use, and of the program's shards as its runtime does before a call."""
+        if not any(program.joint.shortened for program in self.programs):
+            return
+        for rank, parts in enumerate(self._reference_parts()):
+            for attribute, value in zip(self.results, self.before[rank], strict=True):
+                attribute.put(self.original, value)
+            for args, kwargs in parts:
+                with torch.no_grad(), in_double(self.exact):
+                    self.original(*args, **kwargs)
+        _write(self._buffers(), self.buffers)
+        numbers, batches = range(len(self.programs)), range(self.plan.data_size)
+        values = [[self._inputs_alone(batch, self.buffers, n).__getitem__ for n in numbers] for batch in batches]
+        shorten_shards(self.programs, self.shards, values)
+        self._compare_weights("when rows are shortened at", step)
 
     def _compare_step(self, step: int, buffers: Tensors) -> None:
         expected = self._reference(step)
@@ -182,12 +203,12 @@ class Comparison:
             for mine, shard in zip(self.shards, there, strict=True):
                 mine[fqn].grad = shard.clone()
 
-    def _compare_weights(self, step: int) -> None:
+    def _compare_weights(self, when: str, step: int) -> None:
         largest = _largest([p.detach() for p in self.original.parameters()])
         for fqn, parameter in self.original.named_parameters():
             shards = [mine[fqn].detach() for mine in self.shards]
             error = self._error(fqn, shards, parameter.detach(), 1e-3 * largest, self.noise.get(fqn))
-            self.errors[f"weight {fqn} after step {step}"] = error
+            self.errors[f"weight {fqn} {when} step {step}"] = error
 
     def _error(
         self,

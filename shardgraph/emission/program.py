@@ -279,6 +279,11 @@ def check(program: Program) -> None:
             f"what is drawn at {SOURCE.get(node) or 'a line of the model'} (of a layer that is dropped, or by NumPy) "
             "takes operations that an emitted file does not have: set its probability to 0, or use the compiled module"
         )
+    if program.joint.shortened:
+        raise ShardGraphError(
+            f"the embedding of {program.joint.shortened[0].fqn!r} has max_norm, and rows are shortened before the "
+            "program runs, which an emitted file does not do: leave max_norm out, or use the compiled module"
+        )
     if program.joint.results:
         name = program.joint.results[0].fqn
         raise ShardGraphError(

@@ -82,5 +82,6 @@ from shardgraph.ir.roles import (
     Updater,
     of_backward,
 )
+from shardgraph.ir.shortened_rows import ShortenedRows
 from shardgraph.ir.squared_norm import SQUARED_NORM
 from shardgraph.ir.update import Updates, update

@@ -15,6 +15,7 @@ from shardgraph.ir.attributes import ROLE, ROLES
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.ir.generators import random_choices
 from shardgraph.ir.roles import Buffer, Role, Tangent
+from shardgraph.ir.shortened_rows import ShortenedRows
 from shardgraph.mesh import Mesh
 from shardgraph.torch_api import append_node
 
@@ -217,7 +218,8 @@ class JointGraph:
     graph again. ``guards(model)`` makes the conditions under which ``model``, as it is now, is captured as this graph;
     see :class:`shardgraph.torch_api.Guards`. ``rows`` is the length of the batch, dimension 0 of the first input that
     has one, and ``row_numbers()`` are the numbers that forward computes from it, or None if that cannot be told.
-    ``conditions`` are those values of inputs by which forward took its way.
+    ``conditions`` are those values of inputs by which forward took its way, and ``shortened`` the rows of parameters
+    that whoever runs the graph shortens before, in this order.
     ``origin`` is what it was traced from, if that can be told, and ``kept`` its name on disk, if it is there.
     ``placed`` has results of :mod:`shardgraph.passes.placing` for this graph. ``propagations`` have computed values of
     nodes on ranks of a mesh, which all programs on such a mesh share.
@@ -236,6 +238,7 @@ class JointGraph:
     rows: int = 0
     row_numbers: Callable[[], list[RowNumber] | None] = lambda: []
     conditions: tuple[Condition, ...] = ()
+    shortened: tuple[ShortenedRows, ...] = ()
     origin: Origin | None = None
     kept: str = ""
     placed: dict[Any, Any] = field(default_factory=dict)

@@ -442,6 +442,14 @@ class ShardedModule(nn.Module):
         """
         return joined(self, divide_by_initial_world_size, throw_on_early_termination) if enable else nullcontext()
 
+    def join_hook(self, **_: Any) -> Any:
+        """What ``torch.distributed.algorithms.Join`` asks of a module: refused, since ranks without data follow
+        steps of optimizers too, which only :meth:`join` knows of."""
+        raise ShardGraphError(
+            "torch.distributed.algorithms.Join does not take a compiled module: train inside of "
+            "`with sharded.join():`, which covers its optimizers too"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
         if set_to_none is not True and set_to_none is not False:

@@ -23,6 +23,7 @@ from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
 from shardgraph.runtime.sample_rows import SampleRows
+from shardgraph.runtime.shortened_rows import shorten_rows
 
 
 class Differentiable(Executor):
@@ -84,9 +85,11 @@ class Differentiable(Executor):
         return values
 
     def run_forward(self, inputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results."""
+        """Run the forward graph on the local tensors of ``inputs`` and write its mutations; returns its raw results.
+        Rows of parameters that it has shortened are shortened before."""
         if self.program.communication:
             announce(self.state, lambda: ("forward", self.program.communication))
+        shorten_rows(self.program, self.state, [(self.program, lambda role: self.state.value(role, leaves))])
         with self._drawing():
             results = self.forward([torch_api.local_tensor(value) for value in inputs])
         for i, checked in self.checked:
@@ -173,7 +176,9 @@ class Differentiable(Executor):
         return self.state.joining is not None and any(map(ir.is_collective, self.program.graph(name).graph.nodes))
 
     def shadow_forward(self) -> None:
-        """Take part in the forward of other ranks without a batch; buffers that ranks average are written."""
+        """Take part in the forward of other ranks without a batch; buffers that ranks average are written, and rows of
+        parameters that they look up shortened."""
+        shorten_rows(self.program, self.state, [])
         for role, value in self._shadowed("forward"):
             assert isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer)
             self.state.layout.buffer(role.of.fqn).copy_(value)

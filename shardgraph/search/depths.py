@@ -95,7 +95,7 @@ class _Repeated(_Kept):
         return joint
 
     def _repeated(self, traced: JointGraph) -> JointGraph | None:
-        if traced.attributes or traced.results or traced.replaced:
+        if traced.attributes or traced.results or traced.replaced or traced.shortened:
             return None  # what forward leaves behind may be of any layer
         stored = {name: parameter.dtype for name, parameter in self._depths.model(self._layers).named_parameters()}
         with suppress(UnequalLayersError):

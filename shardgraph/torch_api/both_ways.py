@@ -1,5 +1,9 @@
 """Both ways of a branch traced into one graph, which chooses between what they leave behind.
 
+The way that is not taken is computed too. Where it might not be, as on values rather than on random numbers, it may
+give infinities, of which ``torch.where`` keeps results free and gradients not: there both ways must leave behind the
+same but for tensors without a gradient, such as statistics of activations.
+
 torch's tracer takes one way at each branch. Here it takes one as far as the place where both meet, goes back, takes
 the other, and goes on with a ``torch.where`` for each variable, attribute and tensor that is not the same.
 """
@@ -29,15 +33,17 @@ class UnequalWaysError(Exception):
     """What two ways leave behind cannot be chosen between."""
 
 
-def take_both(tx: Any, condition: Any, instruction: Any, on_true: bool) -> None:
-    """Trace both ways of a jump that is made if ``condition``, taken off the stack already, is ``on_true``.
+def take_both(tx: Any, condition: Any, instruction: Any, on_true: bool, always_valid: bool) -> None:
+    """Trace both ways of a jump that is made if ``condition``, taken off the stack already, is ``on_true``. Either way
+    may be taken whatever the values are if ``always_valid``.
 
     Random numbers are drawn as if the way that is not taken were not computed. What one way adds where the other has
     nothing, such as a layer's part of a cache, is there in any case. A variable that is of another kind after each is
     unbound.
 
     Raises:
-        UnequalWaysError: the ways do not meet, or leave behind attributes or results that are of other kinds.
+        UnequalWaysError: the ways do not meet, or leave behind attributes or results that are of other kinds; or, not
+            being always valid, some with a gradient, or make checks.
     """
     onward, jumped = tx.indexof[tx.next_instruction], tx.indexof[instruction.target]
     meeting = _meeting(tuple(tx.instructions), tx.indexof, onward, jumped)
@@ -55,8 +61,10 @@ def take_both(tx: Any, condition: Any, instruction: Any, on_true: bool) -> None:
     with _logged(tx, known) as log:
         other = _walked(tx, second, meeting)
     flag = draws.as_if(flag)
-    memory.choose(flag)
-    choice = _Choice(tx, flag)
+    if not always_valid and memory.has_checks():
+        raise UnequalWaysError
+    memory.choose(flag, always_valid)
+    choice = _Choice(tx, flag, always_valid)
     log.choose(tx, choice, written, original)
     choice.frame(one, other).restore(tx)
     if meeting == _END:
@@ -142,8 +150,8 @@ def _walked(tx: Any, start: int, meeting: int) -> _Frame:
 class _Choice:
     """What is so after one of two ways: the first if a flag is true."""
 
-    def __init__(self, tx: Any, flag: Any) -> None:
-        self._tx, self._flag = tx, flag
+    def __init__(self, tx: Any, flag: Any, always_valid: bool) -> None:
+        self._tx, self._flag, self._always_valid = tx, flag, always_valid
 
     def __call__(self, one: Any, other: Any) -> Any:
         """Raises UnequalWaysError if there is no choice between two variables."""
@@ -164,6 +172,8 @@ class _Choice:
             raise UnequalWaysError
         if one.as_proxy().node is other.as_proxy().node:
             return other
+        if not self._always_valid and any(each.requires_grad for each in values):
+            raise UnequalWaysError
         return _call(self._tx, torch.where, _call(self._tx, "to", self._flag, values[0].device), one, other)
 
     def frame(self, one: _Frame, other: _Frame) -> _Frame:
@@ -173,10 +183,12 @@ class _Choice:
         stack = [self(*each) for each in zip(one.stack, other.stack, strict=True)]
         chosen = {}
         for name in one.locals.keys() & other.locals.keys():
+            ways = one.locals[name], other.locals[name]
             try:
-                chosen[name] = self(one.locals[name], other.locals[name])
+                chosen[name] = self(*ways)
             except UnequalWaysError:
-                continue
+                if not self._always_valid and all(isinstance(_realized(each), TensorVariable) for each in ways):
+                    raise
         result = None if one.result is None and other.result is None else self(one.result, other.result)
         return _Frame({name: chosen[name] for name in other.locals if name in chosen}, stack, other.blocks, result)
 
@@ -252,6 +264,7 @@ class _Memory:
         self._tx, self._before = tx, before
         self._versions = {node: value._version for node, value in _tensors(tx)}
         self._seen = {*tx.output.graph.nodes}
+        self._at_first = frozenset(self._seen)
         self._saved: dict[Any, tuple[Any, Any]] = {}  # a tensor as it is, and as it was before
         self._first: dict[Any, Any] = {}  # and as it is after the first way
         self._statistics: list[dict[fx.Node, Any]] = []  # of each way, by the tensor that they are kept in
@@ -301,10 +314,15 @@ class _Memory:
             _call(self._tx, "copy_", tensor, saved)
         self._versions |= {node: value._version for node, value in _tensors(self._tx) if node in self._versions}
 
-    def choose(self, flag: Any) -> None:
+    def has_checks(self) -> bool:
+        """Whether a way has checked something, which need not hold where it is not taken."""
+        nodes = self._tx.output.graph.find_nodes(op="call_function", target=torch._assert_async)
+        return any(node not in self._at_first for node in nodes)
+
+    def choose(self, flag: Any, always_valid: bool) -> None:
         """After both ways: write what is after the first if ``flag`` is true."""
         self._keep_statistics()
-        choice = _Choice(self._tx, flag)
+        choice = _Choice(self._tx, flag, always_valid)
         for key in dict.fromkeys([*self._written(), *self._first]):
             tensor, saved = self._saved[key]
             _call(self._tx, "copy_", tensor, choice(self._first.get(key, saved), tensor))
@@ -370,15 +388,16 @@ class _Log:
             one = first.attributes.get(key, was)
             if was is _ABSENT:
                 self._set(*key, _ABSENT)
-                one, other = (_own(tx, *key) if each is _ABSENT else each for each in (one, other))
-            self._set(*key, _added(choice, one, other))
+                was = _own(tx, *key)
+                one, other = (was if each is _ABSENT else each for each in (one, other))
+            self._set(*key, _added(choice, was, one, other))
         for variable in dict.fromkeys([*before.contents, *self.contents]):
             if self._is_of_one_way(variable):
                 vars(variable).update(first.contents.get(variable, {}))
                 continue
             was = before.contents[variable] if variable in before.contents else self.contents[variable]
             one, other = first.contents.get(variable, was), _contents(variable)
-            vars(variable).update({name: _held(choice, one[name], other[name]) for name in one})
+            vars(variable).update({name: _held(choice, was.get(name), one[name], other[name]) for name in one})
 
 
 @contextmanager
@@ -387,6 +406,7 @@ def _logged(tx: Any, known: frozenset[Any]) -> Iterator[_Log]:
     effects = tx.output.side_effects
     log = _Log(effects, known)
     store, mutation = effects.store_attr, effects.mutation
+    start = {variable: _contents(variable) for variable in known}
 
     @functools.wraps(store)
     def storing(item: Any, name: str, *args: Any, **kwargs: Any) -> None:
@@ -395,7 +415,8 @@ def _logged(tx: Any, known: frozenset[Any]) -> Iterator[_Log]:
 
     @functools.wraps(mutation)
     def mutating(variable: Any) -> None:
-        log.contents.setdefault(variable, _contents(variable))
+        # The tracer says so of some writes, as of an item of a list, after it has made them.
+        log.contents.setdefault(variable, start[variable] if variable in start else _contents(variable))
         mutation(variable)
 
     effects.store_attr, effects.mutation = storing, mutating
@@ -409,6 +430,9 @@ def _objects(tx: Any) -> frozenset[Any]:
     """The tracer's variables that functions on the stack can reach."""
     found: set[Any] = set()
     frames = []
+    for variable in (*tx.symbolic_locals.values(), *tx.stack):
+        if isinstance(variable, LazyVariableTracker) and type(getattr(variable._cache, "value", None)) in (list, dict):
+            variable.realize()
     while tx is not None:
         frames.append([list(tx.symbolic_locals.values()), list(tx.stack)])
         effects, tx = tx.output.side_effects, getattr(tx, "parent", None)
@@ -431,27 +455,30 @@ def _own(tx: Any, item: Any, name: str) -> Any:
         return None
 
 
-def _added(choice: _Choice, one: Any, other: Any) -> Any:
-    """What an attribute is afterwards."""
-    if _is_nothing(one) or _is_nothing(other):
-        return other if _is_nothing(one) else one
+def _added(choice: _Choice, was: Any, one: Any, other: Any) -> Any:
+    """What an attribute is afterwards: where there was nothing, what one of the ways alone has added."""
+    if _is_nothing(was):
+        for added, left in ((other, one), (one, other)):
+            if left is None or left is was or (was is not None and _same(*map(_realized, (left, was)))):
+                return added
     return choice(one, other)
 
 
 def _is_nothing(variable: Any) -> bool:
+    """Whether a cache, say, had nothing yet: None, False, a count of 0."""
     if variable is None:
         return True
     variable = _realized(variable)
     return variable.is_python_constant() and variable.as_python_constant() in (None, False)
 
 
-def _held(choice: _Choice, one: Any, other: Any) -> Any:
+def _held(choice: _Choice, was: Any, one: Any, other: Any) -> Any:
     """What is held afterwards."""
     if isinstance(one, dict) and isinstance(other, dict):
-        both = {key: _added(choice, one.get(key), value) for key, value in other.items()}
-        return type(one)({**one, **both})
+        return type(one)({key: _added(choice, was.get(key), one.get(key), other.get(key)) for key in {**one, **other}})
     if isinstance(one, list) and isinstance(other, list):
-        chosen = [_added(choice, *each) for each in zip(one, other, strict=False)]
+        before = [*was, *[None] * max(len(one), len(other))]
+        chosen = [_added(choice, *each) for each in zip(before, one, other, strict=False)]
         return chosen + max(one, other, key=len)[len(chosen) :]
     if one != other:
         raise UnequalWaysError

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._dynamo import symbolic_convert
+from torch._dynamo import exc, symbolic_convert
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -38,8 +38,12 @@ class Decider(Protocol):
         """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
         if nothing is known of it."""
 
+    def checked(self, line: str, value: bool) -> None:
+        """A branch at this ``line``, which raises otherwise, is captured as if its condition were this ``value``."""
+
     def both(self, node: fx.Node, line: str) -> bool:
-        """Whether both ways of a branch on a value at this ``line`` are to be computed, and one of them chosen."""
+        """Both ways of a branch on a value at this ``line`` are computed, and one of them chosen, if that can be;
+        whether either may be taken whatever values there are."""
 
     def unequal(self, line: str) -> None:
         """Both ways of the branch at this ``line`` leave behind what cannot be chosen between."""
@@ -199,21 +203,28 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
         jumping, going_on = _raises(tx, instruction.target), _raises(tx, tx.next_instruction)
         if jumping or going_on:
             value: Any = on_true if going_on else not on_true
+            decider.checked(_line(tx), value)
             _check(tx, variable, value)
         elif (value := _number(tx, variable)) is None:
             value = decider.assumed(_line(tx))
             if value is None:
-                line = _line(tx)
-                if keeps or not decider.both(variable.as_proxy().node, line):
+                line, place = _line(tx), (tx.f_code, tx.indexof[instruction])
+                if keeps or place in _both:  # in a loop, each of whose ways comes by it again
                     original(tx, instruction)
                     return
+                always_valid, number = decider.both(variable.as_proxy().node, line), tx.lineno
+                unlike = (UnequalWaysError,) if always_valid else _UNEQUAL
                 tx.pop()
+                _both.append(place)
                 try:
-                    take_both(tx, variable, instruction, on_true)
-                except UnequalWaysError:
+                    take_both(tx, variable, instruction, on_true, always_valid)
+                except unlike:
                     decider.unequal(line)
                     tx.push(variable)
+                    tx.starts_line(number)
                     original(tx, instruction)
+                finally:
+                    _both.remove(place)
                 return
             _check(tx, variable, value)
         tx.pop()
@@ -224,6 +235,11 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
 
     return wrapped
 
+
+_both: list[Any] = []
+"""The branches of which both ways are being traced, the innermost last."""
+_UNEQUAL = (UnequalWaysError, exc.Unsupported, exc.UserError, exc.ObservedException)
+"""What a way ends with that cannot be traced, and that might never be taken."""
 
 _ELSEWHERE = ("JUMP", "STORE", "DELETE", "RETURN", "YIELD", "FOR_ITER", "SEND", "IMPORT", "SETUP", "RERAISE")
 """In the names of instructions after which more may happen than the making of an exception."""

@@ -25,6 +25,7 @@ from shardgraph.runtime.pipeline.microbatches import loss_counts, weighted_sum
 from shardgraph.runtime.pipeline.stage import Microbatch, RunningStage, Suspended
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import common_draw, rank_seed
+from shardgraph.runtime.shortened_rows import shorten_rows
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ class RunningPipeline:
         return self._from_last_stage(loss)
 
     def _begin(self, work: Sequence[Work], weights: Sequence[float] | None = None) -> None:
-        """Give each stage its microbatches; ``weights`` are what their losses count for, None without backward."""
+        """Give each stage its microbatches; ``weights`` are what their losses count for, None without backward. Rows of
+        parameters that forward shortens are shortened before."""
+        shorten_rows(work[0].executor.program, self.state, [(item.executor.program, item.value) for item in work])
         count, data_size = self.pipeline.count, self.plan.data_size
         data_rank = self.plan.data_rank(mesh_rank(self.state.mesh))
         alone = count == 1 and data_size == 1
