@@ -15,7 +15,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph.emission.lines import generalized, wrapped
-from tests.emit_models import CASES, GPT, gpt, grouped
+from tests.emit_models import CASES, FURTHER, GPT, gpt, grouped
 from tests.emitted import Case, batch_of, compiled_losses, emitted_losses, losses_of_both, written
 from tests.standing import on_ranks
 
@@ -48,6 +48,13 @@ def _text(folder: Path, plan: str = "fsdp", layers: int = 4, **options: Any) -> 
 
 def test_an_emitted_program_has_the_losses_of_the_compiled_module_to_the_bit(tmp_path: Path) -> None:
     case = _case("conv:fsdp")
+    for emitted, compiled in on_ranks(losses_of_both, case.ranks, args=(case, written(case, tmp_path))):
+        assert emitted == compiled
+
+
+@pytest.mark.quick("parameters-on-host", "activations-on-host", "layers-dropped-*", "drawn-*", "loss-in-*", "replicas")
+@pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name)
+def test_what_a_program_has_beside_the_model_is_in_the_file_too(case: Case, tmp_path: Path) -> None:
     for emitted, compiled in on_ranks(losses_of_both, case.ranks, args=(case, written(case, tmp_path))):
         assert emitted == compiled
 

@@ -189,6 +189,9 @@ class Text:
             of = f" of {self.relative(subject)}" if subject else ""
             self.lines.append(f"# {kind}{of} over {ir.group_of(node)}" + (f" ({where})" if where else ""))
             self._said = where
+        elif ir.is_copy(node):
+            self.lines.append(f"# {self.relative(SUBJECT.get(node, ''))} {ir.DIRECTIONS[node.target]}")
+            self._said = ""
         elif where and where != self._said and (module or node not in MADE_BY):
             self.lines.append(f"# {where}")
             self._said = where
@@ -217,7 +220,7 @@ def _operation(node: fx.Node) -> str:
 
 def _alias(node: Any) -> fx.Node | None:
     """The value that a node is, where it says nothing to a reader: outside of autograd, a detached one is the same."""
-    if node.target in (ir.WAIT, aten.detach.default, aten.alias.default):
+    if node.target in (ir.WAIT, ir.WAIT_COPY, aten.detach.default, aten.alias.default):
         operand: fx.Node = node.args[0]
         return operand
     inner: Any = node.args[0] if node.target is aten.t.default else None

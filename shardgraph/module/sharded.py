@@ -713,7 +713,8 @@ class ShardedModule(nn.Module):
         """
         key, executor = self._programs.latest
         program = executor.program
-        emission.check(program)
+        by_tokens = self._setup.loss_weight == "tokens"
+        emission.check(program, by_tokens)
         if self._setup.random != "ranks":
             raise ShardGraphError(
                 f"random={self._setup.random!r} draws the numbers of all ranks' batches, and the source those of a "
@@ -725,7 +726,6 @@ class ShardedModule(nn.Module):
         parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
         leaves = [emission.synthesized(kind, program.joint.rows, parts) for kind in key.inputs]
         names, folder = input_names(self.original, key.structure), Path(directory)
-        by_tokens = self._setup.loss_weight == "tokens"
         checkpoint.written_by_first_rank(
             folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole, by_tokens)
         )
