@@ -240,7 +240,7 @@ class TwoOutputs(Network):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
         out = super().forward(x)
-        return {"rows": out, "flat": out.view(-1), "count": torch.ones(3).sum().long()}
+        return {"rows": out, "line": out.view(-1), "count": torch.ones(3).sum().long()}
 
 
 def deep() -> Made:
@@ -272,7 +272,7 @@ def absolute(output: torch.Tensor) -> torch.Tensor:
 
 
 def of_both(output: dict[str, torch.Tensor]) -> torch.Tensor:
-    return output["rows"].square().mean() + output["flat"].abs().sum() * output["count"]
+    return output["rows"].square().mean() + output["line"].abs().sum() * output["count"]
 
 
 TWO = {"dp": 2}
@@ -299,7 +299,7 @@ FURTHER = [
         two_outputs,
         "zero2",
         TWO,
-        edits={"return count": "return rows.square().mean() + flat.abs().sum() * count"},
+        edits={"return rows.float().square().mean()": "return rows.square().mean() + line.abs().sum() * count"},
         loss=of_both,
     ),
     Case("replicas", network_and_target, "local-sgd", TWO, MEAN_SQUARE, OFTEN, frequency=2),

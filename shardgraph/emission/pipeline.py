@@ -212,7 +212,7 @@ class Pipelined:
         kinds = {action.kind for actions in program.actions for action in actions}
         apart = pipeline.checkpoint == "except_last"
         tail = (
-            (emission.load(_MAIN) + loop(program, shared, random))
+            (f"{emission.load(_SKIPPED)}\n\n\n{_MAIN}" + loop(program, shared, random))
             .replace("{seeded}", (_SEEDED_ON_HOST if program.draws_on_host else _SEEDED) if random else _UNSEEDED)
             .replace("{backward}", _DIVIDED if "W" in kinds else _WHOLE)
             .replace("{made}", _MADE if "W" in kinds else "")
@@ -300,26 +300,10 @@ _DIVIDED = (
     + "                continue\n"
     + _ADD
 )
-_MAIN = '''
-def load_state() -> dict[str, Tensor]:
-    """The parameters of this rank's stages, of which those that are trained require a gradient, and all buffers."""
-    state = {}
-    for name, whole in load_file(HERE / "weights.safetensors").items():
-        if name in PARAMETERS and name not in PARAMETERS_OF[place({axis})]:
-            continue
-        tensor = shard(whole, PARAMETERS[name]) if name in PARAMETERS else whole.clone()
-        state[name] = {placed}.requires_grad_(name in PARAMETERS and name not in FROZEN)
-    return state
-
-
-def batch(step: int) -> list[Tensor]:
-    """The inputs of forward in a step: here those of a file, in every step. Ranks of one pipeline have the same."""
-    own = HERE / f"batch{place_among(DATA_AXES)}.safetensors"
-    tensors = load_file(own if own.exists() else HERE / "batch.safetensors")
-    return [tensors[name].to(DEVICE, copy=True) for name in INPUTS]
-
-
-def microbatches(inputs: list[Tensor], count: int) -> list[list[Tensor]]:
+_SKIPPED = """        if name in PARAMETERS and name not in PARAMETERS_OF[place({axis})]:
+            continue  # of another stage
+"""
+_MAIN = '''def microbatches(inputs: list[Tensor], count: int) -> list[list[Tensor]]:
     """The rows of a batch in equal parts."""
     rows = next(len(tensor) for tensor in inputs if tensor.dim())
     cut = [tensor.dim() > 0 and len(tensor) == rows for tensor in inputs]

@@ -266,6 +266,14 @@ def placed(name: str, tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if DEVICE.type == "cuda" else tensor
 
 
+# -- outputs -----------------------------------------------------------------------------------------------
+
+
+def view_of(base: Tensor, size: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+    """The view of a tensor that the model returns."""
+    return base.as_strided(size, strides, base.storage_offset() + offset)
+
+
 # -- replicas ----------------------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ class Emission:
                 *blocks,
                 _rule("training"),
                 *counted,
-                self.load(LOAD),
+                self.load(),
                 step,
                 main.strip(),
                 _rule("ranks, collectives and kernels"),
@@ -151,9 +151,11 @@ class Emission:
             )
         return [self.counted(term, shared)] if term.kind == "counted" else []
 
-    def load(self, text: str) -> str:
-        """``load_state``, in which parameters are put where they stay."""
-        return text.replace("{placed}", "placed(name, tensor)" if self._hosted else "tensor.to(DEVICE)")
+    def load(self, skipped: str = "") -> str:
+        """``load_state``, in which parameters are put where they stay, without what lines of it have ``skipped``; and
+        ``batch``."""
+        placed = "placed(name, tensor)" if self._hosted else "tensor.to(DEVICE)"
+        return LOAD.replace("{placed}", placed).replace("{skipped}", skipped)
 
     def counted(self, term: Any, shared: Copied) -> str:
         """The function that counts what the loss of a (micro)batch is a mean of."""
@@ -208,6 +210,7 @@ class Emission:
             versions=self.versions,
             start="python program.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} program.py",
             order=_SCHEDULED if self.scheduled else _WRITTEN,
+            needs="torch, safetensors and numpy" if self.program.draws_on_host else "torch and safetensors",
         )
 
     def tables(self, copied: Copied) -> tuple[str, str, str]:
@@ -351,7 +354,7 @@ _TITLE = """{what}, as plain PyTorch.
 trains it on batch.safetensors, from weights.safetensors, with AdamW. Where ranks have batches of their own, the one of
 rank N along DATA_AXES may be in batchN.safetensors. {order}
 
-Written by {versions}. It needs torch and safetensors alone."""
+Written by {versions}. It needs {needs} alone."""
 
 _WRITTEN = """Operations are in the order in which the model has them; the
 compiled module merges collectives and starts them earlier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,40 +31,34 @@ class Outputs:
     @cached_property
     def names(self) -> dict[ir.Role, str]:
         """A name for each, in the order in which forward returns them."""
-        scope, joint = Names({"inputs", "output", "trained", "ctx"}), self.program.joint
-        tree = pytree.tree_unflatten(list(range(joint.out_spec.num_leaves)), joint.out_spec)
-        paths = {index: "".join(map(str, path)) for path, index in pytree.tree_flatten_with_path(tree)[0]}
-        found: dict[ir.Role, str] = {}
-        for role in self._values:
-            wanted = identifier(paths[role.index]) if isinstance(role, ir.Output) else f"viewed_{role.index}"
-            found[role] = scope.new(wanted.replace("module_", "output_") if wanted[-1].isdigit() else wanted)
-        return {next(iter(found)): "output"} if len(found) == 1 else found
+        scope = Names({"inputs", "trained", "ctx"})
+        return {
+            role: scope.new(self._name(role.index) if isinstance(role, ir.Output) else f"viewed_{role.index}")
+            for role in self._values
+        }
 
-    @property
-    def returned(self) -> list[str]:
-        """The model's outputs that are tensors, as expressions of what forward returns and of ``inputs``."""
-        aliases, names = self.program.joint.aliases, self.names
-        texts = []
+    @cached_property
+    def returned(self) -> dict[str, str]:
+        """The model's outputs that are tensors by name, as expressions of what forward returns and of ``inputs``."""
+        aliases, found, scope = self.program.joint.aliases, {}, Names({"inputs"})
         for index in range(self.program.joint.returned):
-            if index not in aliases:
-                texts += [names[role] for role in (ir.Output(index),) if role in names]
-                continue
-            alias = aliases[index]
-            base = names.get(alias.base) or self._given(alias.base)
-            if alias.size is not None:
-                strides = self._strides(alias.base)
-                base = f"with_strides({base}, {strides})" if strides else base
-                offset = f"{base}.storage_offset() + {alias.offset}"
-                base = f"{base}.as_strided({alias.size}, {alias.stride}, {offset})"
-            texts.append(f"{base}.detach()" if alias.detached else base)
-        return texts
+            if (text := self.names.get(ir.Output(index))) is None and index in aliases:
+                alias = aliases[index]
+                text = self.names.get(alias.base) or self._given(alias.base)
+                if alias.size is not None:
+                    value = self._values.get(alias.base)
+                    base = text if value is None else f"with_strides({text}, {tuple(value.stride())})"
+                    text = f"view_of({base}, {tuple(alias.size)}, {tuple(alias.stride or ())}, {alias.offset})"
+                text = f"{text}.detach()" if alias.detached else text
+            if text is not None:
+                found[scope.new(self._name(index))] = text
+        return found
 
     @property
-    def loss(self) -> int | None:
-        """The place in :attr:`returned` of what is one number, if any is."""
-        roles = [role for role in self.names if isinstance(role, ir.Output)]
-        scalars = [i for i, role in enumerate(roles) if not self._values[role].dim()]
-        return scalars[0] if scalars and not self.program.joint.aliases else None
+    def loss(self) -> str | None:
+        """The name of an output that is one number with a gradient, if there is one."""
+        numbers = (role for role, value in self._values.items() if not value.dim() and self.differentiable(role))
+        return next((self.names[role] for role in numbers if isinstance(role, ir.Output)), None)
 
     @property
     def gradients(self) -> list[str]:
@@ -92,9 +87,12 @@ class Outputs:
         assert isinstance(role, ir.Input)
         return f"inputs[{role.index}]"
 
-    def _strides(self, base: ir.Role) -> tuple[int, ...] | None:
-        value = self._values.get(base)
-        return None if value is None else tuple(value.stride())
+    def _name(self, index: int) -> str:
+        """What an output is called, after its place in what the model returns."""
+        spec = self.program.joint.out_spec
+        tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+        (path,) = (path for path, each in pytree.tree_flatten_with_path(tree)[0] if each == index)
+        return re.sub(r"^(module_(?=\d)|module_$)", "output_", identifier("".join(map(str, path)))).rstrip("_")
 
     @cached_property
     def _values(self) -> dict[ir.Role, torch.Tensor]:
@@ -124,18 +122,17 @@ def step_of_loss(seeded: str, grad_loss: str) -> str:
 
 def step_of_outputs(outputs: Outputs, seeded: str, copied: Copied) -> str:
     """``train_step`` of a program whose loss the training loop computes, with what it takes for that."""
-    names, returned, at = list(outputs.names.values()), outputs.returned, outputs.loss
-    gradients = outputs.gradients
-    if any(text.startswith("with_strides") for text in (*gradients, *returned)):
-        copied.add(torch_api.with_strides)
+    names, returned, gradients = list(outputs.names.values()), outputs.returned, outputs.gradients
+    for helper in (torch_api.with_strides, prelude.view_of):
+        if any(f"{helper.__name__}(" in text for text in (*gradients, *returned.values())):
+            copied.add(helper)
     detached = [name for role, name in outputs.names.items() if not outputs.differentiable(role)]
-    arguments = returned if all(map(str.isidentifier, returned)) else [f"output_{i}" for i in range(len(returned))]
     all_names = ", ".join(names)
-    takes = ", ".join(f"{name}: Tensor" for name in arguments)
+    takes = ", ".join(f"{name}: Tensor" for name in returned)
     lines = {
         "criterion": f"def criterion({takes}, inputs: list[Tensor]) -> Tensor:",
         "gradients": f"gradients = backward({', '.join(['ctx.state', 'saved', *gradients])})",
-        "compute": f"loss = criterion({', '.join(returned)}, inputs)",
+        "compute": f"loss = criterion({', '.join(returned.values())}, inputs)",
         "grads": f"def backward(ctx: Any, {', '.join(f'grad_{name}: Tensor' for name in names)}) -> Any:",
     }
     text = _STEP_OF_OUTPUTS
@@ -144,8 +141,8 @@ def step_of_outputs(outputs: Outputs, seeded: str, copied: Copied) -> str:
         text = text.replace(f"{margin}{{{name}}}", "\n".join(indented(wrapped(line), len(margin))))
     return (
         text.replace("{seeded}", "\n".join(indented(seeded.format(outputs=all_names).splitlines())))
-        .replace("{meaning}", _OPEN if at is None else _GIVEN)
-        .replace("{loss}", f"{arguments[0]}.float().square().mean()" if at is None else arguments[at])
+        .replace("{meaning}", _OPEN if outputs.loss is None else _GIVEN)
+        .replace("{loss}", outputs.loss or f"{next(iter(returned))}.float().square().mean()")
         .replace("{mark}", f"        ctx.mark_non_differentiable({', '.join(detached)})\n" if detached else "")
         .replace("{outputs}", all_names)
     )
@@ -235,13 +232,13 @@ LOAD = '''def load_state() -> dict[str, Tensor]:
     """This rank's parameters, of which those that are trained require a gradient, and all buffers."""
     state = {}
     for name, whole in load_file(HERE / "weights.safetensors").items():
-        tensor = shard(whole, PARAMETERS[name]) if name in PARAMETERS else whole.clone()
+{skipped}        tensor = shard(whole, PARAMETERS[name]) if name in PARAMETERS else whole.clone()
         state[name] = {placed}.requires_grad_(name in PARAMETERS and name not in FROZEN)
     return state
 
 
 def batch(step: int) -> list[Tensor]:
-    """The inputs of forward in a step: here those of a file, in every step."""
+    """The inputs of a step: here those of a file, in every step."""
     own = HERE / f"batch{place_among(DATA_AXES)}.safetensors"
     tensors = load_file(own if own.exists() else HERE / "batch.safetensors")
     return [tensors[name].to(DEVICE, copy=True) for name in INPUTS]'''

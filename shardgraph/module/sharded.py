@@ -701,14 +701,14 @@ class ShardedModule(nn.Module):
 
     @checked(directory=PATH, scheduled=BOOL)
     def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
-        """Write the program of the latest :meth:`train_step` as source. All ranks must call it, and rank 0 writes.
+        """Write the program of the latest call as source. All ranks must call it, and rank 0 writes.
 
         As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
-        that the call had: put your own in ``batch.safetensors``.
+        that the call had: put your own in ``batch.safetensors``. After a :meth:`train_step` the program has its loss;
+        after a call as the model's, the loss is what the function ``criterion`` of the file makes of the outputs.
 
         Raises:
-            ShardGraphError: nothing has been compiled, the latest program gives no loss, or it has what plain PyTorch
-                does not have.
+            ShardGraphError: nothing has been compiled, or the latest program has what plain PyTorch does not have.
             CheckpointError: on every rank, if rank 0 could not write.
         """
         key, executor = self._programs.latest
