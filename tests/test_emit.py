@@ -252,7 +252,7 @@ class Halves(nn.Linear):
         (nn.Linear(4, 2), {"loss_fn": F.mse_loss}, "one was given without the other"),
         (nn.Linear(4, 2), {"plan": "pp", "mesh": {"pp": 1}}, "train_step needs a loss"),
         (nn.Linear(4, 2), {"loss_weight": "tokens"}, "weigh the loss of the training loop"),
-        (Halves(4, 2), {}, "some do not depend on 'other'"),
+        (Halves(4, 2), {}, "some do not depend on 'bias'"),
         (Summed(4, 2), {"loss_weight": "tokens"}, "for a loss that is one mean"),
         (Summed(4, 2), {"offload": shardgraph.Offload(True, disk="shards")}, "offload='parameters'"),
     ],
