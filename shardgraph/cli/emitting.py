@@ -21,6 +21,7 @@ from shardgraph.cli.options import (
     Recompute,
     Sequence,
     Settings,
+    folder_to_write,
     mesh_of,
 )
 from shardgraph.cli.output import result, working
@@ -28,7 +29,9 @@ from shardgraph.cli.output import result, working
 
 def emit(
     model: Model,
-    out: Annotated[str, typer.Option("--out", "-o", help="The folder to write to.")] = "program",
+    out: Annotated[
+        str, typer.Option("--out", "-o", callback=folder_to_write, help="The folder to write to.")
+    ] = "program",
     plan: PlanName = "fsdp",
     mesh: Mesh = None,
     cluster: ClusterName = None,

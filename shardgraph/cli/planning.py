@@ -25,6 +25,7 @@ from shardgraph.cli.options import (
     Seconds,
     Sequence,
     Settings,
+    file_to_write,
 )
 from shardgraph.cli.output import result, working
 
@@ -47,7 +48,9 @@ def plan(
     loss_chunk: LossChunk = None,
     offload: Offload = None,
     seconds: Seconds = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="A file to write the plan to.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", callback=file_to_write, help="A file to write the plan to.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, for devices that need not be there, and say why it is."""
@@ -95,7 +98,10 @@ def front(
     precision: Precision = None,
     backend: Backend = "eager",
     seconds: Seconds = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="A picture to draw, as front.svg or .html.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", callback=file_to_write, help="A picture to draw, as front.svg or .html."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the plans that no other beats in devices, memory and time."""
