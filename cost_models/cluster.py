@@ -121,8 +121,8 @@ class Cluster:
         known, names = _known_nodes()
         if (key := _normalized(name)) not in names:
             raise ClusterError(
-                f"there is no device {name!r}; known are {', '.join(known)}{nearest(name, known)}. "
-                "Describe your own in a cluster file, or measure this machine with `shardgraph calibrate`"
+                f"there is no device {name!r}; known are {', '.join(known)}. Describe your own in "
+                f"a cluster file, or measure this machine with `shardgraph calibrate`{nearest(name, known)}"
             )
         node = known[names[key]]
         here = node.devices_per_node if devices_per_node is None else devices_per_node

@@ -109,7 +109,8 @@ def passes_of(plan: Plan) -> dict[str, list[GraphsPass]]:
     return {
         "rewrite": [*WHOLE_PASSES, *divide, *RANK_PASSES, *again],
         "split": [Partition(), *once],  # forward and backward
-        "schedule": [*SCHEDULE_PASSES, *offload],
+        "schedule": list(SCHEDULE_PASSES),
+        "offload": offload,
         "check": [CheckProgram()],
     }
 
@@ -171,7 +172,7 @@ def lower(
         context.notes.append(note)
     graphs: Graphs = {"joint": gm}
     for step, passes in passes_of(plan).items():
-        if step != "rewrite":  # shown already, before placing
+        if step not in ("rewrite", "offload"):  # shown already, before placing; and no step of its own
             show(step)
         if step != "schedule" or scheduled:
             run_on_graphs(graphs, passes, context)

@@ -19,6 +19,10 @@ class CaptureError(ShardGraphError):
     """The model cannot be traced into one graph; the message names the user's line."""
 
 
+class NoLossError(ShardGraphError):
+    """A loss is needed where the model gives none, and no ``loss_fn``."""
+
+
 class PlanError(ShardGraphError):
     """A plan is malformed, or does not fit this model or this mesh."""
 

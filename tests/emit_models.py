@@ -181,3 +181,128 @@ CASES = [
     for plan, mesh in _PLANS.items()
     for name in (("gpt", "llama", _OF[plan]) if plan != "ep" else ("mixture", "switch", "gated"))
 ]
+
+
+class Deep(nn.Module):
+    """Layers that keep more for backward than the last of them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Dropping(nn.Module):
+    """Layers that are dropped at random, in which much else is random, and which write buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.BatchNorm1d(4))  # noqa: E731
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= 0.5:
+                x = x + layer(x)
+        return x.square().mean()
+
+
+class Augmented(nn.Module):
+    """A model of sound whose spectrograms are masked at random, by NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        sound = {"conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+        positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "layerdrop": 0.0}
+        self.encoder = Wav2Vec2Model(Wav2Vec2Config(**sizes, **sound, **positions, **masks))
+
+    def forward(self, sound: torch.Tensor) -> torch.Tensor:
+        return self.encoder(sound).last_hidden_state.square().mean()
+
+
+class Network(nn.Sequential):
+    """Linear layers, which give no loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+class TwoOutputs(Network):
+    """Outputs of which one is a view of the other, and a number of no gradient."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return {"rows": out, "line": out.view(-1), "count": torch.ones(3).sum().long()}
+
+
+def deep() -> Made:
+    return Deep(), (torch.randn(256, 32),), {}
+
+
+def dropping() -> Made:
+    return Dropping().train(), (torch.randn(8, 4),), {}
+
+
+def augmented() -> Made:
+    return Augmented().train(), (torch.randn(2, 400),), {}
+
+
+def network() -> Made:
+    return Network(), (torch.randn(6, 5),), {}
+
+
+def network_and_target() -> Made:
+    return Network(), (torch.randn(6, 5),), {"target": torch.randn(6, 3)}
+
+
+def two_outputs() -> Made:
+    return TwoOutputs(), (torch.randn(6, 5),), {}
+
+
+def absolute(output: torch.Tensor) -> torch.Tensor:
+    return (output - 1).abs().mean()
+
+
+def of_both(output: dict[str, torch.Tensor]) -> torch.Tensor:
+    return output["rows"].square().mean() + output["line"].abs().sum() * output["count"]
+
+
+TWO = {"dp": 2}
+REPLICAS = {"replicas": 2, "dp": 2}
+MEAN_SQUARE = {"loss_fn": F.mse_loss}
+OFTEN = {"FREQUENCY = 4": "FREQUENCY = 2"}
+FURTHER = [
+    Case("parameters-on-host", gpt, "fsdp", TWO, {"offload": "parameters"}),
+    Case("activations-on-host", deep, "fsdp", TWO, {"offload": "activations"}),
+    Case("layers-dropped-at-random", dropping, "fsdp", TWO),
+    Case("drawn-by-numpy", augmented, "zero1", TWO),
+    Case("products-of-float8", gpt, "fsdp", TWO, {"precision": "fp8"}),
+    Case("loss-function", network_and_target, "fsdp", TWO, MEAN_SQUARE),
+    Case(
+        "loss-in-the-loop",
+        network,
+        "fsdp",
+        TWO,
+        edits={"return output.float().square().mean()": "return (output - 1).abs().mean()"},
+        loss=absolute,
+    ),
+    Case(
+        "loss-of-several-outputs",
+        two_outputs,
+        "zero2",
+        TWO,
+        edits={"return rows.float().square().mean()": "return rows.square().mean() + line.abs().sum() * count"},
+        loss=of_both,
+    ),
+    Case("replicas", network_and_target, "local-sgd", TWO, MEAN_SQUARE, OFTEN, frequency=2),
+    Case("sharded-replicas", network_and_target, "local-sgd+fsdp", REPLICAS, MEAN_SQUARE, OFTEN, frequency=2),
+]
+"""What emitted files have beside a program whose tensors stay on the device and whose loss is the model's own."""

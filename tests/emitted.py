@@ -62,13 +62,20 @@ program.leave_ranks()
 
 @dataclass(frozen=True)
 class Case:
-    """A model under a plan: ``build()`` returns it with the inputs of one call."""
+    """A model under a plan: ``build()`` returns it with the inputs of one call.
+
+    ``edits`` are what a user writes into the emitted program in place of what is there. Beside it the compiled module
+    trains on ``loss(output)``, if the model has none, and by ``LocalSGD`` of this ``frequency``, if one is given.
+    """
 
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
     plan: str
     mesh: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
+    edits: Mapping[str, str] = field(default_factory=dict)
+    loss: Callable[[Any], torch.Tensor] | None = None
+    frequency: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -110,6 +117,10 @@ def written(case: Case, folder: Path, **options: Any) -> Path:
     to = folder / case.name.replace("+", "-").replace(":", "-")
     call = {"example_inputs": args, "example_kwargs": kwargs, "mesh": case.mesh}
     shardgraph.emit(model, to, case.plan, **call, cluster="H100", **case.options, **options)
+    for before, after in case.edits.items():
+        text = (to / "program.py").read_text(encoding="utf-8")
+        assert text.count(before) == 1, before
+        (to / "program.py").write_text(text.replace(before, after), encoding="utf-8")
     leaves, names = pytree.tree_leaves((args, kwargs)), _inputs(to)
     for number in range(case.ranks):
         own = [leaf for leaf in batch_of(leaves, number) if isinstance(leaf, torch.Tensor)]
@@ -190,12 +201,21 @@ def compiled_losses(case: Case, steps: int = STEPS) -> list[float]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if plan.pipeline is not None:
         rank %= plan.world_size // plan.pipeline.ranks
-    args, kwargs = batch_of((args, kwargs), plan.data_rank(rank)) if case.mesh else batch_of((args, kwargs), 0)
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+    replica, rank = divmod(rank, max(plan.world_size // plan.copies, 1))
+    number = replica * plan.data_size + plan.data_rank(rank) if case.mesh else 0
+    args, kwargs = batch_of((args, kwargs), number)
+    optimizer: Any = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+    if case.frequency is not None:
+        optimizer = shardgraph.LocalSGD(optimizer, sharded, frequency=case.frequency)
     torch.manual_seed(0)
     losses = []
     for _ in range(steps):
-        losses.append(sharded.train_step(*args, **kwargs).item())
+        if case.loss is None:
+            loss = sharded.train_step(*args, **kwargs)
+        else:
+            loss = case.loss(sharded(*args, **kwargs))
+            loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses

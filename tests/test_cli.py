@@ -400,3 +400,21 @@ def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
     done = run("checkpoint", tmp_path, "--verify")
     assert done.exit_code == 1 and "step-00000001: damaged" in done.stdout and "step-00000002: of Linear" in done.stdout
     assert "there is no folder" in refusal("checkpoint", tmp_path / "missing")
+
+
+@pytest.mark.parametrize("command", ["visualize", "report", "plan"])
+def test_a_file_whose_folder_is_not_there_is_refused_before_the_work(command: str, tmp_path: Path) -> None:
+    done = run(command, "no.such:model", "-o", tmp_path / "none" / "file.svg")
+    assert done.exit_code == 2 and "there is no folder" in done.stderr
+
+
+def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "is a folder" in run("report", "no.such:model", "-o", tmp_path).stderr
+    assert "is a file" in run("emit", "no.such:model", "-o", tmp_path / "file").stderr
+
+
+def test_a_plan_says_its_reason_once(plan_file: Path) -> None:
+    lines = run("explain", plan_file).stdout.splitlines()
+    said = [line for line in lines if line.strip()]
+    assert len(said) == len(set(said)) and not lines[-1].startswith("plan ")

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shardgraph
 from shardgraph.emission.lines import generalized, wrapped
-from tests.emit_models import CASES, GPT, gpt, grouped
+from tests.emit_models import CASES, FURTHER, GPT, deep, gpt, grouped
 from tests.emitted import Case, batch_of, compiled_losses, emitted_losses, losses_of_both, written
 from tests.standing import on_ranks
 
@@ -48,6 +49,13 @@ def _text(folder: Path, plan: str = "fsdp", layers: int = 4, **options: Any) -> 
 
 def test_an_emitted_program_has_the_losses_of_the_compiled_module_to_the_bit(tmp_path: Path) -> None:
     case = _case("conv:fsdp")
+    for emitted, compiled in on_ranks(losses_of_both, case.ranks, args=(case, written(case, tmp_path))):
+        assert emitted == compiled
+
+
+@pytest.mark.quick("parameters-on-host", "activations-on-host", "layers-dropped-*", "drawn-*", "loss-in-*", "replicas")
+@pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name)
+def test_what_a_program_has_beside_the_model_is_in_the_file_too(case: Case, tmp_path: Path) -> None:
     for emitted, compiled in on_ranks(losses_of_both, case.ranks, args=(case, written(case, tmp_path))):
         assert emitted == compiled
 
@@ -227,11 +235,26 @@ class Summed(nn.Linear):
         return super().forward(x).sum()
 
 
+class Halves(nn.Linear):
+    """Two outputs, of which each depends on a parameter of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.other = nn.Parameter(torch.ones(inputs))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(x), x * self.other
+
+
 @pytest.mark.parametrize(
     "model, options, message",
     [
-        (nn.Linear(4, 2), {}, "train_step needs a loss"),
+        (nn.Linear(4, 2), {"loss_fn": F.mse_loss}, "one was given without the other"),
+        (nn.Linear(4, 2), {"plan": "pp", "mesh": {"pp": 1}}, "train_step needs a loss"),
+        (nn.Linear(4, 2), {"loss_weight": "tokens"}, "weigh the loss of the training loop"),
+        (Halves(4, 2), {}, "some do not depend on 'bias'"),
         (Summed(4, 2), {"loss_weight": "tokens"}, "for a loss that is one mean"),
+        (Summed(4, 2), {"offload": shardgraph.Offload(True, disk="shards")}, "offload='parameters'"),
     ],
 )
 def test_what_cannot_be_written_is_refused_with_what_would_work(
@@ -247,11 +270,19 @@ def test_what_cannot_be_written_is_refused_with_what_would_work(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_compiled_module_without_a_loss_is_refused(tmp_path: Path) -> None:
+def test_a_compiled_module_without_a_loss_leaves_it_to_the_loop(tmp_path: Path) -> None:
     sharded = shardgraph.compile(nn.Linear(4, 2), "single")
     sharded(torch.randn(3, 4))
-    with pytest.raises(shardgraph.ShardGraphError, match="use train_step before save_program"):
-        sharded.save_program(tmp_path)
+    sharded.save_program(tmp_path)
+    assert "def criterion(output: Tensor" in (tmp_path / "program.py").read_text(encoding="utf-8")
+
+
+def test_layers_that_keep_tensors_on_the_host_are_one_function(tmp_path: Path) -> None:
+    model, args, _ = deep()
+    shardgraph.emit(model, tmp_path, "fsdp", example_inputs=args, mesh={"dp": 2}, cluster="H100", offload="activations")
+    text = (tmp_path / "program.py").read_text(encoding="utf-8")
+    assert text.count(" = to_host(") and text.count(" = to_device(") == text.count(" = to_host(")
+    assert "for i in range(" in text and "for i in reversed(range(" in text
 
 
 def test_numbers_of_layers_become_an_index() -> None:
@@ -283,9 +314,17 @@ def test_the_command_says_how_to_train(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["command"] == "torchrun --nproc-per-node 2 program.py"
 
 
-def test_the_command_refuses_a_model_without_a_loss() -> None:
+def test_the_command_says_that_a_loss_is_to_be_written(tmp_path: Path) -> None:
     from tests.test_cli import run
 
-    done = run("emit", "tests.test_cli:mlp", "--mesh", "dp=2", "--cluster", "H100")
+    done = run("emit", "tests.test_cli:mlp", "--mesh", "dp=2", "--cluster", "H100", "-o", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "function criterion of program.py" in done.stdout
+
+
+def test_the_command_refuses_a_plan_that_there_is_not() -> None:
+    from tests.test_cli import run
+
+    done = run("emit", "tests.test_cli:mlp", "--plan", "fdsp", "--cluster", "H100")
     assert done.exit_code == 2
-    assert "needs a loss" in done.stderr
+    assert "did you mean 'fsdp'" in done.stderr

@@ -43,7 +43,7 @@ class OffloadActivations(GraphsPass):
     """
 
     name = "offload-activations"
-    requires = frozenset({"split", "marked-offloaded", "scheduled"})
+    requires = frozenset({"split", "marked-offloaded"})
     provides = frozenset({"offloaded-activations"})
     excludes = frozenset({"offloaded-activations"})
 

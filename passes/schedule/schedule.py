@@ -39,7 +39,7 @@ class Schedule(GraphsPass):
     name = "schedule"
     requires = frozenset({"split"})
     provides = frozenset({"scheduled"})
-    excludes = frozenset({"scheduled"})
+    excludes = frozenset({"scheduled", "offloaded-activations"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         depth = context.plan.prefetch

@@ -16,8 +16,10 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.emission.saved import save
+from shardgraph.errors import NoLossError, ShardGraphError
 from shardgraph.module.input_names import input_names
 from shardgraph.passes.lowering import lower
+from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
@@ -43,6 +45,7 @@ def emit(
     recompute: str | None = None,
     memory: int | str | None = None,
     loss_chunk: int | str | None = None,
+    offload: str | Offload | None = None,
     loss_weight: str = "ranks",
     scheduled: bool = False,
 ) -> list[Path]:
@@ -59,7 +62,8 @@ def emit(
         plan: as for :func:`shardgraph.compile`.
         example_inputs: positional inputs of one rank's call.
         example_kwargs: keyword inputs of the same call; ``target`` goes to ``loss_fn``.
-        loss_fn: ``loss_fn(output, target) -> scalar``; else the model returns its loss, alone or as ``output.loss``.
+        loss_fn: ``loss_fn(output, target) -> scalar``; else the loss is what the model returns, alone or as
+            ``output.loss``, or what the function ``criterion`` of the file makes of its outputs, yours to write.
         mesh: axis sizes by name; default: the plan's, else one rank for each device of ``cluster``, and for
             ``"single"`` one.
         pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
@@ -68,25 +72,37 @@ def emit(
         recompute: likewise.
         memory: likewise.
         loss_chunk: likewise.
+        offload: likewise, in host memory.
         loss_weight: likewise.
         scheduled: write the operations in the order in which the compiled module runs them, its collectives merged and
             started early, instead of the order in which the model has them.
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
-        ShardGraphError: the program has no loss, or what plain PyTorch does not have: offloaded tensors, replicas that
-            an optimizer averages, or operators of the user's own.
+        ShardGraphError: only one of ``loss_fn`` and its target is given, or the program has what plain PyTorch does not
+            have, such as parameters on disk or operators of the user's own.
     """
     kwargs, captures = dict(example_kwargs or {}), Captures(torch.device("cpu"))
     mesh_of = partial(resolve_axes, mesh={} if mesh is None and plan == "single" else mesh, cluster=cluster)
-    options = precision, recompute, memory, loss_chunk, None, cluster
+    options = precision, recompute, memory, loss_chunk, offload, cluster
     question = Question.of(model, plan, mesh_of, mesh is None, pipeline, *options)
-    loss = loss_fn if "target" in kwargs else None
+    if (loss_fn is None) == ("target" in kwargs):
+        raise ShardGraphError(
+            "loss_fn(output, target) and a target go together, and one was given without the other: give both "
+            "loss_fn=... and example_kwargs={..., 'target': ...}, or neither for a loss that the training loop computes"
+        )
+    loss = loss_fn
     # As compile decides it, for the call itself: a plan's placements depend on what is returned.
     asked = question.about(example_inputs, kwargs, own_loss if loss is None and question.plan.pipeline else loss)
     decided = answer(asked, captures)
-    question = question.about(example_inputs, kwargs, loss or own_loss).settled(decided)
-    joint = captures.take(question.captured, decided)
+    try:
+        question = question.about(example_inputs, kwargs, loss or own_loss).settled(decided)
+        joint = captures.take(question.captured, decided)
+    except NoLossError:
+        if loss is not None or question.plan.pipeline is not None:
+            raise
+        question = asked.settled(decided)
+        joint = captures.take(question.captured, decided)
     program = lower(joint, decided, question.shapes, scheduled=scheduled)
     leaves, spec = pytree.tree_flatten((example_inputs, kwargs))
     return save(

@@ -38,7 +38,7 @@ from shardgraph.capture.shortened_rows import take_shortenings
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
-from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.errors import CaptureError, NoLossError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
@@ -56,11 +56,11 @@ def own_loss(output: Any) -> Any:
 
 
 def _check_loss(joint: ir.JointGraph) -> None:
-    """Raise ShardGraphError unless the graph's only result is a loss."""
+    """Raise NoLossError unless the graph's only result is a loss."""
     outputs = [each for each in ir.outputs(joint.module) if isinstance(each[0], ir.Output)]
     values = [value for role, value in outputs if role.index < joint.returned]
     if len(values) != 1 or not isinstance(values[0], fx.Node) or values[0].meta["val"].dim():
-        raise ShardGraphError(
+        raise NoLossError(
             "train_step needs a loss, which is one number: give shardgraph.compile a loss_fn(output, target) and "
             "train_step a target, or call a model that returns its loss as output.loss with what that takes, such as "
             "labels"

@@ -20,6 +20,7 @@ from shardgraph.cli.options import (
     Recompute,
     Sequence,
     Settings,
+    file_to_write,
 )
 from shardgraph.cli.output import result, working
 from shardgraph.cli.pricing import priced
@@ -29,7 +30,10 @@ from shardgraph.errors import ShardGraphError
 def visualize(
     model: Model,
     out: Annotated[
-        str, typer.Option("--out", "-o", help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv.")
+        str,
+        typer.Option(
+            "--out", "-o", callback=file_to_write, help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv."
+        ),
     ],
     plan: PlanName = "fsdp",
     mesh: Mesh = None,
@@ -54,7 +58,9 @@ def visualize(
 
 def report(
     model: Model,
-    out: Annotated[str, typer.Option("--out", "-o", help="The page to write: .html.")] = "report.html",
+    out: Annotated[
+        str, typer.Option("--out", "-o", callback=file_to_write, help="The page to write: .html.")
+    ] = "report.html",
     plan: PlanName = "fsdp",
     mesh: Mesh = None,
     cluster: ClusterName = None,

@@ -15,11 +15,13 @@ from shardgraph.cli.options import (
     Memory,
     Mesh,
     Model,
+    Offload,
     PlanName,
     Precision,
     Recompute,
     Sequence,
     Settings,
+    folder_to_write,
     mesh_of,
 )
 from shardgraph.cli.output import result, working
@@ -27,7 +29,9 @@ from shardgraph.cli.output import result, working
 
 def emit(
     model: Model,
-    out: Annotated[str, typer.Option("--out", "-o", help="The folder to write to.")] = "program",
+    out: Annotated[
+        str, typer.Option("--out", "-o", callback=folder_to_write, help="The folder to write to.")
+    ] = "program",
     plan: PlanName = "fsdp",
     mesh: Mesh = None,
     cluster: ClusterName = None,
@@ -38,6 +42,7 @@ def emit(
     recompute: Recompute = None,
     memory: Memory = None,
     loss_chunk: LossChunk = None,
+    offload: Offload = None,
     scheduled: Annotated[
         bool, typer.Option("--scheduled", help="In the order in which the compiled module runs operations.")
     ] = False,
@@ -45,7 +50,8 @@ def emit(
 ) -> None:
     """Write the program of a model under a plan as plain PyTorch, which trains without shardgraph.
 
-    The model returns its loss, and has random weights, which are written beside the program.
+    The model has random weights, which are written beside the program. If it returns no loss, the program has a
+    function `criterion` for it.
     """
     axes = mesh_of(mesh)
     with working(f"write {model} under {plan}"):
@@ -63,10 +69,14 @@ def emit(
             recompute=recompute,
             memory=memory,
             loss_chunk=loss_chunk,
+            offload=offload,
             scheduled=scheduled,
         )
     program = next(file for file in files if file.name == "program.py")
     lines = program.read_text(encoding="utf-8").splitlines()
     command = next(line.strip() for line in lines if line.strip().endswith("program.py"))
+    loss = "program" if not any(line.startswith("def criterion(") for line in lines) else "criterion"
     text = f"Wrote {', '.join(file.name for file in files)} to {out}. Train there with: {command}"
-    result(text, {"wrote": [str(file) for file in files], "command": command}, as_json)
+    if loss == "criterion":
+        text += "\nThe model returns no loss: put that of your training loop in the function criterion of program.py."
+    result(text, {"wrote": [str(file) for file in files], "command": command, "loss": loss}, as_json)

@@ -75,8 +75,7 @@ def options(
 ) -> None:
     """A compiler for distributed training with PyTorch.
 
-    Ends with 0 if all is well, with 1 if the answer is a bad one (not equal, does not fit, a rank failed), with 2 if
-    what was asked cannot be, and with 130 if it was interrupted.
+    Ends with 0 if all is well, 1 if the answer is a bad one, 2 if what was asked cannot be, and 130 if interrupted.
     """
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardgraph.cli.options import Json
+from shardgraph.cli.options import Json, file_to_write
 from shardgraph.cli.output import result
 
 
@@ -15,7 +15,9 @@ def calibrate(
         int | None, typer.Option(min=1, help="Ranks that measure at once [default: one per GPU, or 2 without].")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 40.0,
-    out: Annotated[str, typer.Option("--out", "-o", help="The file to write.")] = "cluster.yaml",
+    out: Annotated[
+        str, typer.Option("--out", "-o", callback=file_to_write, help="The file to write.")
+    ] = "cluster.yaml",
     as_json: Json = False,
 ) -> None:
     """Measure how fast this machine computes and communicates, and write it to a cluster file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,6 +58,22 @@ GlobalBatch = Annotated[int | None, typer.Option(help="Samples of one step, of a
 Devices = Annotated[int | None, typer.Option(help="Number of ranks [default: all of the cluster].")]
 Seconds = Annotated[float | None, typer.Option(help="A limit on the search [default: none].")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def file_to_write(path: str | None) -> str | None:
+    """The callback of an option that names a file to write: refuses what cannot be, before the work for it."""
+    if path is not None and Path(path).is_dir():
+        raise typer.BadParameter(f"{path!r} is a folder: name a file in it")
+    if path is not None and not Path(path).parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(Path(path).parent)!r}: make it, or write elsewhere")
+    return path
+
+
+def folder_to_write(path: str) -> str:
+    """The same of a folder, which is made."""
+    if Path(path).exists() and not Path(path).is_dir():
+        raise typer.BadParameter(f"{path!r} is a file: name a folder, which need not be there")
+    return path
 
 
 def mesh_of(text: str | None) -> dict[str, int] | None:

@@ -25,6 +25,7 @@ from shardgraph.cli.options import (
     Seconds,
     Sequence,
     Settings,
+    file_to_write,
 )
 from shardgraph.cli.output import result, working
 
@@ -47,7 +48,9 @@ def plan(
     loss_chunk: LossChunk = None,
     offload: Offload = None,
     seconds: Seconds = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="A file to write the plan to.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", callback=file_to_write, help="A file to write the plan to.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest plan that fits, for devices that need not be there, and say why it is."""
@@ -70,7 +73,7 @@ def plan(
     if out is not None:
         found.save(out)
     wrote = f"\n\nWrote {out}: shardgraph.compile(model, {out!r}) on {found.world_size} ranks" if out else ""
-    result(f"{found}\n\n{found.explain()}{wrote}", _explained(found) | {"wrote": out}, as_json)
+    result(f"{_text(found)}{wrote}", _explained(found) | {"wrote": out}, as_json)
 
 
 def explain(plan: PlanFile, as_json: Json = False) -> None:
@@ -79,7 +82,7 @@ def explain(plan: PlanFile, as_json: Json = False) -> None:
         from shardgraph.plans.plan import Plan
 
         loaded = Plan.load(plan)
-    result(f"{loaded}\n\n{loaded.explain()}", _explained(loaded), as_json)
+    result(_text(loaded), _explained(loaded), as_json)
 
 
 def front(
@@ -95,7 +98,10 @@ def front(
     precision: Precision = None,
     backend: Backend = "eager",
     seconds: Seconds = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="A picture to draw, as front.svg or .html.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", callback=file_to_write, help="A picture to draw, as front.svg or .html."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the plans that no other beats in devices, memory and time."""
@@ -187,6 +193,15 @@ def _counts(text: str) -> tuple[int, ...]:
     if not all(each.strip().isdecimal() for each in counts):
         raise typer.BadParameter(f"{text!r} is not numbers of devices, such as 8,16,32", param_hint="--devices")
     return tuple(int(each) for each in counts)
+
+
+def _text(plan: Any) -> str:
+    """A plan and why it was chosen, without what both begin with."""
+    shown = str(plan).splitlines()
+    first, *others = plan.explain().splitlines()
+    why = first.partition(": ")[2]
+    begins = [] if why and shown[0].endswith(why) else [first]
+    return "\n".join([*shown, "", *begins, *(line for line in others if line not in shown)])
 
 
 def _explained(plan: Any) -> dict[str, Any]:

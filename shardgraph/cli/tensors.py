@@ -6,13 +6,15 @@ from typing import Annotated
 
 import typer
 
-from shardgraph.cli.options import Json
+from shardgraph.cli.options import Json, file_to_write
 from shardgraph.cli.output import result, working
 
 
 def consolidate(
     shards: Annotated[list[str], typer.Argument(help="A folder, or the files of all ranks in their order.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="The file to write.")] = "model.safetensors",
+    out: Annotated[
+        str, typer.Option("--out", "-o", callback=file_to_write, help="The file to write.")
+    ] = "model.safetensors",
     entry: Annotated[str, typer.Option(help="The name of the model's state in them [default: what fits].")] = "",
     as_json: Json = False,
 ) -> None:

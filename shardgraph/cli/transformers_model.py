@@ -98,7 +98,7 @@ def _config(name: str, settings: Mapping[str, Any]) -> Any:
     kind = fields.pop("model_type", None) if isinstance(fields, dict) else None
     if kind not in CONFIG_MAPPING:
         what = f"there is no model type {kind!r} in transformers" if kind else f"{name!r} says no model_type"
-        raise ShardGraphError(f"{what}{nearest(str(kind), CONFIG_MAPPING.keys())}; or {_OWN}")
+        raise ShardGraphError(f"{what}: {_OWN}{nearest(str(kind), CONFIG_MAPPING.keys())}")
     config_of = CONFIG_MAPPING[kind]
     default = config_of(**fields)
     for field in settings:

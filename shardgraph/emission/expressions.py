@@ -73,6 +73,9 @@ _OF_RANKS: dict[Any, Any] = {
     ir.first_row: prelude.first_row,
     ir.from_later: prelude.from_later,
     ir.send: prelude.send_to_next,
+    ir.TO_HOST: prelude.to_host,
+    ir.GENERATOR_STATE: prelude.random_state,
+    ir.SET_GENERATOR_STATE: prelude.go_back_if,
     buckets.pack: buckets.pack,
     buckets.unpack: buckets.unpack,
     buckets.unpack_parts: buckets.unpack_parts,
@@ -116,8 +119,14 @@ class Spelling:
             return self._call(self._copied.add(_OF_RANKS[target]), args, node.kwargs, text)
         if target in ir.COLLECTIVES:
             return self._collective(node, text)
-        if target is ir.WAIT:
+        if target in (ir.WAIT, ir.WAIT_COPY):
             return text(args[0])
+        if target is ir.TO_DEVICE:
+            return self._call(self._copied.add(prelude.to_device), args[:1], node.kwargs, text)
+        if target is ir.DRAWN_MASK:
+            function, shape, *others = args
+            drawn = self._call(self._copied.add(ir.drawing_function(function)), [tuple(shape), *others], {}, text)
+            return f"torch.from_numpy({drawn})"
         if target in ir.fused.OPERATORS:
             kernel = ir.fused.kernel_on(target, node.meta["val"][0].device.type)
             return self._call(self._copied.add(kernel), args, node.kwargs, text)

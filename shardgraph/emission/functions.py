@@ -159,6 +159,12 @@ class Text:
 
     def hint(self, node: fx.Node, last: bool) -> str:
         """A name for a value."""
+        start = node.args[0] if node.target is ir.WAIT_COPY else node
+        if isinstance(start, fx.Node) and _is_kept_on_host(start):
+            source: fx.Node = start.args[0]  # type: ignore[assignment]
+            name = self.env.get(source, "").rpartition(".")[2]
+            name = name if name.isidentifier() else self.hint(source, last)
+            return f"{name}_on_host" if start.target is ir.TO_HOST else name.removesuffix("_on_host")
         if node in self.labels:
             return identifier(self.relative(self.labels[node]))
         subject = SUBJECT.get(node, "")
@@ -189,6 +195,10 @@ class Text:
             of = f" of {self.relative(subject)}" if subject else ""
             self.lines.append(f"# {kind}{of} over {ir.group_of(node)}" + (f" ({where})" if where else ""))
             self._said = where
+        elif ir.is_copy(node):
+            what = "kept for backward" if _is_kept_on_host(node) else self.relative(SUBJECT.get(node, ""))
+            self.lines.append(f"# {what}, {ir.DIRECTIONS[node.target]}")
+            self._said = ""
         elif where and where != self._said and (module or node not in MADE_BY):
             self.lines.append(f"# {where}")
             self._said = where
@@ -215,9 +225,14 @@ def _operation(node: fx.Node) -> str:
     return {"to_copy": "cast", "unsafe_view": "view", "t": "transposed"}.get(name, name)
 
 
+def _is_kept_on_host(node: fx.Node) -> bool:
+    """Whether a node copies what forward keeps for backward, to the host or back."""
+    return ir.is_copy(node) and MADE_BY.get(node) == "offload-activations"
+
+
 def _alias(node: Any) -> fx.Node | None:
     """The value that a node is, where it says nothing to a reader: outside of autograd, a detached one is the same."""
-    if node.target in (ir.WAIT, aten.detach.default, aten.alias.default):
+    if node.target in (ir.WAIT, ir.WAIT_COPY, aten.detach.default, aten.alias.default):
         operand: fx.Node = node.args[0]
         return operand
     inner: Any = node.args[0] if node.target is aten.t.default else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -22,9 +22,12 @@ _ROOT_KEY = (ROOT, 0)
 
 @dataclass(frozen=True)
 class Signature:
-    """What ``forward`` and ``backward`` take: each input of a call by its index, and what roles have in text."""
+    """What ``forward`` and ``backward`` take and give: each input of a call by its index, the ``outputs`` by role, and
+    what backward calls their ``gradients``."""
 
     inputs: Mapping[int, str]
+    outputs: Collection[ir.Role] = (ir.Output(0),)
+    gradients: Mapping[ir.Role, str] = field(default_factory=lambda: {ir.Tangent(0): "grad_loss"})
 
     def text(self, role: ir.Role) -> str:
         """A value that a caller gives, as an expression.
@@ -35,7 +38,7 @@ class Signature:
         if isinstance(role, ir.Input):
             return self.inputs[role.index]
         if isinstance(role, ir.Tangent):
-            return "grad_loss" if role.index == 0 else f"grad_outputs[{role.index}]"
+            return self.gradients[role]
         if isinstance(role, ir.Forwarded):
             return f"received[{role.index}]"
         if isinstance(role, ir.Returned):
@@ -69,7 +72,7 @@ class Both:
                 written = role.of
                 target = self.signature.text(written) if isinstance(written, ir.Input) else f'state["{written.fqn}"]'
                 lines.append(f"{target}.copy_({env[value]})")
-        returned = [self._result(value, env) for role, value in ir.outputs(gm) if isinstance(role, ir.Output)]
+        returned = [self._result(value, env) for role, value in ir.outputs(gm) if role in self.signature.outputs]
         sent = [self._result(value, env) for role, value in ir.outputs(gm) if isinstance(role, ir.Forwarded)]
         if sent:
             returned.append(f"[{', '.join(sent)}]")
@@ -100,7 +103,7 @@ class Both:
             if not any(fqn.startswith(f"{unit}.") and value in nodes for unit, nodes in of_units.items())
         }
         graph = Graph(segments, self._source(gm), [*needed, *apart.values()], {}, own)
-        whole = Whole(self.writer, graph, True, {"grad_loss", "grad_outputs", "returned"})
+        whole = Whole(self.writer, graph, True, {*self.signature.gradients.values(), "returned"})
         lines = whole.write()
         env = whole.text.env
         for fqn, value in apart.items():
@@ -153,8 +156,9 @@ class Both:
 
     def _needed(self, gm: fx.GraphModule) -> list[fx.Node]:
         """What of a forward graph is read outside of it, saved values not counted."""
-        kinds = (ir.Output, ir.Forwarded, ir.Mutation, ir.Checked)
-        return [v for role, v in ir.outputs(gm) if isinstance(role, kinds) and isinstance(v, fx.Node)]
+        kinds, given = (ir.Forwarded, ir.Mutation, ir.Checked), self.signature.outputs
+        results = ir.outputs(gm)
+        return [v for role, v in results if (isinstance(role, kinds) or role in given) and isinstance(v, fx.Node)]
 
     def _source(self, gm: fx.GraphModule) -> Any:
         def source(node: fx.Node) -> Outside:

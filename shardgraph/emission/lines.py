@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 WIDTH = 110
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
@@ -36,13 +36,9 @@ def wrapped(line: str) -> list[str]:
 
 def split(text: str) -> list[str]:
     """The parts of a text between its outer commas."""
-    parts, depth, start, quoted = [], 0, 0, ""
-    for i, character in enumerate(text):
-        if quoted:
-            quoted = "" if character == quoted else quoted
-        elif character in "\"'":
-            quoted = character
-        elif character in "([{":
+    parts, depth, start = [], 0, 0
+    for i, character in _unquoted(text):
+        if character in "([{":
             depth += 1
         elif character in ")]}":
             depth -= 1
@@ -52,17 +48,24 @@ def split(text: str) -> list[str]:
     return [part for part in (*parts, text[start:].strip()) if part]
 
 
+def _unquoted(text: str) -> Iterator[tuple[int, str]]:
+    """The characters outside of strings, with their places."""
+    quote = ""
+    for i, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            yield i, character
+
+
 def _outer(line: str) -> tuple[int, int] | None:
     """The brackets of a line that are in no others and have the most in them, and more than a word."""
     open_at: list[int] = []
     found: tuple[int, int] | None = None
-    quoted = ""
-    for i, character in enumerate(line):
-        if quoted:
-            quoted = "" if character == quoted else quoted
-        elif character in "\"'":
-            quoted = character
-        elif character in _PAIRS:
+    for i, character in _unquoted(line):
+        if character in _PAIRS:
             open_at.append(i)
         elif character in _PAIRS.values() and open_at:
             start = open_at.pop()

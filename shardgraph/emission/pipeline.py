@@ -15,17 +15,19 @@ from shardgraph.emission import prelude
 from shardgraph.emission.expressions import Spelling
 from shardgraph.emission.functions import Text, Writer
 from shardgraph.emission.graphs import Both, Signature
-from shardgraph.emission.lines import generalized, indented, quoted, wrapped
+from shardgraph.emission.lines import indented, quoted, wrapped
 from shardgraph.emission.names import Names
-from shardgraph.emission.program import TRAINING_LOOP, Emission, assembled, check, random_helpers
+from shardgraph.emission.program import GIVEN, Emission, assembled
+from shardgraph.emission.refusals import check
 from shardgraph.emission.segments import Units
 from shardgraph.emission.sources import Copied
+from shardgraph.emission.tables import folded, name_lines
+from shardgraph.emission.training import loop, random_helpers
 from shardgraph.errors import ShardGraphError
 from shardgraph.passes.program import Halves, StageProgram
 from shardgraph.runtime.pipeline.messages import empty_like_traced
 
 _LAST = "_last"  # ends the names of what the last microbatch runs, if it is not recomputed and all others are
-_HELD = frozenset({"MESH", "DEVICE", "GROUPS", "Tensor", "aten"})
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Pipelined:
             ShardGraphError: it has what cannot be written in torch alone, or not yet.
         """
         program = self.emission.program
-        check(program)
+        check(program, self.emission.by_tokens)
         self._check()
-        shared = Copied(given=_HELD)
+        shared = Copied(given=GIVEN)
         files = {}
         for stage in program.stages:
             files[f"stage{stage.number}.py"] = self._stage(stage, shared)
@@ -152,7 +154,7 @@ class Pipelined:
         if all(len(node.all_input_nodes) == 1 and len(node.users) == 1 for node in nodes):
             for node in nodes:
                 text.env[node] = spelling.operation(node, text.argument)
-            lines += _folded([f"result[{quoted(fqn)}] = {text.env[value]}" for fqn, value in results])
+            lines += folded([f"result[{quoted(fqn)}] = {text.env[value]}" for fqn, value in results])
         else:
             text.write(nodes, [value for _, value in results])
             lines += text.lines + [f"result[{quoted(fqn)}] = {text.env[value]}" for fqn, value in results]
@@ -188,6 +190,8 @@ class Pipelined:
         random = program.random and not alone
         if random:
             random_helpers(shared)
+            if program.draws_on_host:
+                shared.add(prelude.seeded_numpy)
         order = [f'    "{" ".join(map(str, actions))}",' for actions in program.actions]
         owners = {fqn: pipeline.places_of(program.owners[fqn]) for fqn in program.parameters}
         of_rank = [
@@ -195,7 +199,7 @@ class Pipelined:
             *(
                 line
                 for place in range(pipeline.ranks)
-                for line in (f"    {place}: {{", *indented(_name_lines(_at(owners, place)), 8), "    },")
+                for line in (f"    {place}: {{", *indented(name_lines(_at(owners, place)), 8), "    },")
             ),
             "}",
             '"""The parameters of each place along the axis of stages."""',
@@ -208,8 +212,8 @@ class Pipelined:
         kinds = {action.kind for actions in program.actions for action in actions}
         apart = pipeline.checkpoint == "except_last"
         tail = (
-            (_MAIN + TRAINING_LOOP)
-            .replace("{seeded}", _SEEDED if random else _UNSEEDED)
+            (f"{emission.load(_SKIPPED)}\n\n\n{_MAIN}" + loop(program, shared, random))
+            .replace("{seeded}", (_SEEDED_ON_HOST if program.draws_on_host else _SEEDED) if random else _UNSEEDED)
             .replace("{backward}", _DIVIDED if "W" in kinds else _WHOLE)
             .replace("{made}", _MADE if "W" in kinds else "")
             .replace("{forward_of}", _OF_LAST.format("forward") if apart else "stage.forward")
@@ -257,37 +261,6 @@ def _at(owners: Mapping[str, tuple[int, ...]], place: int) -> list[str]:
     return [fqn for fqn, places in owners.items() if place in places]
 
 
-def _folded(statements: Sequence[str]) -> list[str]:
-    """Statements, those that differ in the number of a layer alone as a loop."""
-    lines: list[str] = []
-    by_form: dict[str, list[str]] = {}
-    for statement in statements:
-        by_form.setdefault(re.sub(r"(?<=[\".])\d+(?=\.)", "#", statement), []).append(statement)
-    for alike in by_form.values():
-        numbers = [re.findall(r"(?<=[\".])\d+(?=\.)", statement) for statement in alike]
-        first = [int(each[0]) for each in numbers if each]
-        general = generalized(alike, first, "i") if len(alike) > 1 and len(first) == len(alike) else None
-        if general is None or first != list(range(first[0], first[0] + len(first))):
-            lines += [line for statement in alike for line in wrapped(statement)]
-        else:
-            begin = f"{first[0]}, " if first[0] else ""
-            lines += [f"for i in range({begin}{first[-1] + 1}):", *wrapped(f"    {general}")]
-    return lines
-
-
-def _name_lines(names: Sequence[str]) -> list[str]:
-    """Names as entries of a set, those of equal layers together."""
-    lines = []
-    for text in _folded([f"name({quoted(name)})" for name in names]):
-        if text.startswith("for i in"):
-            lines.append(f"*({{}} {text.removesuffix(':')}),")
-        elif text.startswith("    "):
-            lines[-1] = lines[-1].replace("{}", text.strip().removeprefix("name(").removesuffix(")"))
-        else:
-            lines.append(text.removeprefix("name(").removesuffix(")") + ",")
-    return lines
-
-
 _WEIGHTS = {
     "mean": "[len(part[0]) for part in parts]",
     "counted": "[counted(state, part) for part in parts]",
@@ -298,6 +271,9 @@ _ORDER_DIVIDED = """, 1B0 its
 backward. 1I0 is a backward whose gradients are added up later, at 1W0."""
 _OF_LAST = "(stage.{0}_last if number == {{parts}} - 1 else stage.{0})"
 _SEEDED = """            with seeded(rank_seed(common, (number * {count} + i) * {data} + place_among(DATA_AXES))):
+                result, saved[i, number] = {forward_of}(state, gathered[i], parts[number], received)"""
+_SEEDED_ON_HOST = """            seed = rank_seed(common, (number * {count} + i) * {data} + place_among(DATA_AXES))
+            with seeded(seed), seeded_numpy(seed):
                 result, saved[i, number] = {forward_of}(state, gathered[i], parts[number], received)"""
 _UNSEEDED = "            result, saved[i, number] = {forward_of}(state, gathered[i], parts[number], received)"
 _BACKWARD = """            returned = take(stage.RETURNED, i + 1, i, "B", number) if i < last else []
@@ -324,26 +300,10 @@ _DIVIDED = (
     + "                continue\n"
     + _ADD
 )
-_MAIN = '''
-def load_state() -> dict[str, Tensor]:
-    """The parameters of this rank's stages, of which those that are trained require a gradient, and all buffers."""
-    state = {}
-    for name, whole in load_file(HERE / "weights.safetensors").items():
-        if name in PARAMETERS and name not in PARAMETERS_OF[place({axis})]:
-            continue
-        tensor = shard(whole, PARAMETERS[name]) if name in PARAMETERS else whole
-        state[name] = tensor.to(DEVICE).requires_grad_(name in PARAMETERS and name not in FROZEN)
-    return state
-
-
-def batch(step: int) -> list[Tensor]:
-    """The inputs of forward in a step: here those of a file, in every step. Ranks of one pipeline have the same."""
-    own = HERE / f"batch{place_among(DATA_AXES)}.safetensors"
-    tensors = load_file(own if own.exists() else HERE / "batch.safetensors")
-    return [tensors[name].to(DEVICE) for name in INPUTS]
-
-
-def microbatches(inputs: list[Tensor], count: int) -> list[list[Tensor]]:
+_SKIPPED = """        if name in PARAMETERS and name not in PARAMETERS_OF[place({axis})]:
+            continue  # of another stage
+"""
+_MAIN = '''def microbatches(inputs: list[Tensor], count: int) -> list[list[Tensor]]:
     """The rows of a batch in equal parts."""
     rows = next(len(tensor) for tensor in inputs if tensor.dim())
     cut = [tensor.dim() > 0 and len(tensor) == rows for tensor in inputs]

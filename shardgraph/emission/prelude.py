@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +22,7 @@ from shardgraph.torch_api import with_strides
 MESH: dict[str, int] = {}
 DEVICE = torch.device("cpu")
 GROUPS: dict[str, dist.ProcessGroup] = {}
+ON_HOST: set[str] = set()
 c10d: Any = dist
 gather_into = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor  # before torch 2.13
 scatter_into = getattr(c10d, "reduce_scatter_single", None) or c10d.reduce_scatter_tensor
@@ -244,6 +246,54 @@ def named(gradients: Mapping[str, Tensor], module: str) -> dict[str, Tensor]:
     return {f"{module}.{name}": each for name, each in gradients.items()}
 
 
+# -- host memory -------------------------------------------------------------------------------------------
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def to_device(tensor: Tensor) -> Tensor:
+    """A copy in the memory of this rank's device."""
+    return torch.empty_like(tensor, device=DEVICE).copy_(tensor)
+
+
+def placed(name: str, tensor: Tensor) -> Tensor:
+    """A parameter or buffer where it stays between steps."""
+    if name not in ON_HOST:
+        return tensor.to(DEVICE)
+    return tensor.pin_memory() if DEVICE.type == "cuda" else tensor
+
+
+# -- outputs -----------------------------------------------------------------------------------------------
+
+
+def view_of(base: Tensor, size: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+    """The view of a tensor that the model returns."""
+    return base.as_strided(size, strides, base.storage_offset() + offset)
+
+
+# -- replicas ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def average_replicas(state: Mapping[str, Tensor], parameters: Iterable[str], axis: str) -> None:
+    """Make parameters that are trained, and buffers of floating point, their means over the replicas along ``axis``."""
+    group, count = GROUPS[axis], MESH[axis]
+    trained = [state[name] for name in parameters if state[name].requires_grad and state[name].numel()]
+    for parameter in trained:
+        flat = torch.nn.functional.pad(parameter.reshape(-1), (0, -parameter.numel() % count))
+        mean = flat.new_empty(len(flat) // count)
+        scatter_into(mean, flat, group=group)
+        mean /= count
+        gather_into(flat, mean, group=group)
+        parameter.copy_(flat[: parameter.numel()].view_as(parameter))
+    for buffer in [each for name, each in state.items() if name not in parameters and each.is_floating_point()]:
+        dist.all_reduce(buffer, group=group)
+        buffer /= count
+
+
 # -- random numbers ----------------------------------------------------------------------------------------
 
 
@@ -263,3 +313,26 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng([DEVICE] if DEVICE.type != "cpu" else [], device_type=DEVICE.type):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def seeded_numpy(seed: int) -> Iterator[None]:
+    """The same for what NumPy draws."""
+    before = numpy.random.get_state()
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        numpy.random.set_state(before)
+
+
+def random_state(device: str) -> Tensor:
+    """The state of a device's generator of random numbers."""
+    return torch.get_rng_state() if device == "cpu" else getattr(torch, device).get_rng_state()
+
+
+def go_back_if(condition: Tensor, state: Tensor, device: str) -> Tensor:
+    """Have a device's random numbers go on from ``state`` if the condition holds; returns the condition."""
+    if condition:
+        (torch if device == "cpu" else getattr(torch, device)).set_rng_state(state)
+    return condition.clone()

@@ -16,16 +16,29 @@ from shardgraph.emission import prelude
 from shardgraph.emission.expressions import Spelling
 from shardgraph.emission.functions import Text, Writer
 from shardgraph.emission.graphs import Both, Signature, parameters_of
-from shardgraph.emission.lines import generalized, indented, quoted, wrapped
+from shardgraph.emission.lines import WIDTH, indented, quoted, wrapped
 from shardgraph.emission.names import Names, identifier
+from shardgraph.emission.refusals import check, gives_loss
 from shardgraph.emission.segments import Units
 from shardgraph.emission.sources import Copied, import_lines
+from shardgraph.emission.tables import in_loops, layout, name_lines
+from shardgraph.emission.training import (
+    LOAD,
+    MAIN,
+    START,
+    UNSEEDED,
+    Outputs,
+    loop,
+    step_of_loss,
+    step_of_outputs,
+    with_seeds,
+)
 from shardgraph.errors import ShardGraphError
-from shardgraph.ir.attributes import SOURCE
 from shardgraph.passes.program import Program
-from shardgraph.plans.parameter_plan import ParameterPlan
 
-_GIVEN = frozenset({"MESH", "DEVICE", "GROUPS", "Tensor", "aten"})
+GIVEN = frozenset({"MESH", "DEVICE", "GROUPS", "ON_HOST", "Tensor", "aten"})
+"""Names that files define themselves."""
+_FREQUENCY = 4
 
 
 @dataclass(frozen=True)
@@ -49,9 +62,9 @@ class Emission:
             ShardGraphError: it has what cannot be written in torch alone.
         """
         program = self.program
-        check(program)
-        copied = Copied(given=_GIVEN)
-        names = Names({"forward", "backward", "main", "Saved", *self.inputs.values()})
+        check(program, self.by_tokens)
+        copied = Copied(given=GIVEN)
+        names = Names({"forward", "backward", "main", "criterion", "model", "Run", "Saved", *self.inputs.values()})
         for each in (
             prelude.join_ranks,
             prelude.leave_ranks,
@@ -62,24 +75,27 @@ class Emission:
         ):
             copied.add(each)
         writer = Writer(Spelling(copied), names)
-        inputs = ", ".join(f"{name}: Tensor" for name in self.inputs.values())
-        both = Both(writer, Units([program.forward]), Signature(self.inputs), self.scheduled)
-        given = f", {inputs}" if inputs else ""
+        inputs = "".join(f", {name}: Tensor" for name in self.inputs.values())
+        outputs = None if gives_loss(program) else Outputs(program)
+        signature = Signature(self.inputs)
+        if outputs is not None:
+            signature = Signature(self.inputs, outputs.names, outputs.gradient_names)
+        both = Both(writer, Units([program.forward]), signature, self.scheduled)
+        tensors = "Tensor, " * len(signature.outputs)
         forward = both.forward(
             program.forward,
             program.backward,
-            f"def forward(state: Mapping[str, Tensor]{given}) -> tuple[Tensor, Saved]:",
+            f"def forward(state: Mapping[str, Tensor]{inputs}) -> tuple[{tensors}Saved]:",
         )
         forward_functions = list(writer.functions.values())
         assert program.backward is not None
+        taken = [role for role in ir.placeholders(program.backward) if isinstance(role, ir.Tangent)]
+        gradients = "".join(f", {signature.gradients[role]}: Tensor" for role in taken)
         backward = both.backward(
             program.backward,
-            "def backward(state: Mapping[str, Tensor], saved: Saved, grad_loss: Tensor) -> dict[str, Tensor]:",
+            f"def backward(state: Mapping[str, Tensor], saved: Saved{gradients}) -> dict[str, Tensor]:",
         )
         backward_functions = list(writer.functions.values())[len(forward_functions) :]
-        random = program.random and program.plan.copies * program.plan.data_size > 1
-        if random:
-            random_helpers(copied)
         classes = [text for _, text in writer.classes.values()]
         blocks = [
             *classes,
@@ -89,37 +105,57 @@ class Emission:
             *(text for _, text in backward_functions),
             "\n".join(backward),
         ]
-        tail = (_TAIL + TRAINING_LOOP).replace("{seeded}", _SEEDED if random else _UNSEEDED)
-        grad_loss, counted = "torch.ones_like(loss)", []
-        if self._weighs:
-            (term, *others) = program.losses[0].terms
-            elements = "counted(state, inputs)" if term.kind == "counted" else f"{float(program.joint.rows)}"
-            grad_loss = f"{grad_loss} * {self.scale(copied, elements)}"
-            if others:
-                raise ShardGraphError(
-                    f"the loss at {program.losses[0].source} adds up several means, whose elements emitted files do "
-                    "not compare: emit it without loss_weight, or reduce the loss by one mean"
+        seeded, counted = with_seeds(program, copied), []
+        if outputs is not None:
+            step = step_of_outputs(outputs, seeded, copied)
+        else:
+            grad_loss = "torch.ones_like(loss)"
+            if self._weighs:
+                counted = self._counted(copied)
+                grad_loss += (
+                    f" * {self.scale(copied, 'counted(state, inputs)' if counted else f'{float(program.joint.rows)}')}"
                 )
-            counted = [self.counted(term, copied)] if term.kind == "counted" else []
-        tail = tail.replace("{grad_loss}", grad_loss)
-        training, start = tail.strip().split(_START)
-        begin, layout, end = self.tables(copied)
+            step = step_of_loss(seeded, grad_loss)
+        main, start = (MAIN + loop(program, copied, seeded != UNSEEDED)).split(START)
+        begin, class_, end = self.tables(copied)
         code = "\n\n\n".join(
             [
                 begin,
-                layout,
+                class_,
                 end,
                 _rule("the model"),
                 *blocks,
                 _rule("training"),
                 *counted,
-                training.strip(),
+                self.load(),
+                step,
+                main.strip(),
                 _rule("ranks, collectives and kernels"),
                 *copied.texts.values(),
-                f"{_START}{start}\n",
+                f"{START}{start}\n",
             ]
         )
         return assembled(self.title(), code, copied.imports)
+
+    def _counted(self, shared: Copied) -> list[str]:
+        """The function that counts what the loss is a mean of, if that depends on the batch.
+
+        Raises:
+            ShardGraphError: it adds up several means.
+        """
+        (term, *others) = self.program.losses[0].terms
+        if others:
+            raise ShardGraphError(
+                f"the loss at {self.program.losses[0].source} adds up several means, whose elements emitted files do "
+                "not compare: emit it without loss_weight, or reduce the loss by one mean"
+            )
+        return [self.counted(term, shared)] if term.kind == "counted" else []
+
+    def load(self, skipped: str = "") -> str:
+        """``load_state``, in which parameters are put where they stay, without what lines of it have ``skipped``; and
+        ``batch``."""
+        placed = "placed(name, tensor)" if self._hosted else "tensor.to(DEVICE)"
+        return LOAD.replace("{placed}", placed).replace("{skipped}", skipped)
 
     def counted(self, term: Any, shared: Copied) -> str:
         """The function that counts what the loss of a (micro)batch is a mean of."""
@@ -174,6 +210,7 @@ class Emission:
             versions=self.versions,
             start="python program.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} program.py",
             order=_SCHEDULED if self.scheduled else _WRITTEN,
+            needs="torch, safetensors and numpy" if self.program.draws_on_host else "torch and safetensors",
         )
 
     def tables(self, copied: Copied) -> tuple[str, str, str]:
@@ -183,11 +220,11 @@ class Emission:
         device = _device(program)
         graphs = program.graphs.values()
         stages = [] if program.plan.pipeline is None else [program.plan.pipeline.axis]
+        replicas = [axis for axis, _ in program.plan.replicas]
         weighed = ["+".join(self._data_axes)] if self._weighs else []
-        groups = dict.fromkeys(
-            [*stages, *(ir.group_of(node) for gm in graphs for node in ir.collectives(gm)), *weighed]
-        )
-        data = [axis for axis, _ in program.plan.mesh if axis not in dict(program.plan.operators)]
+        collectives = (ir.group_of(node) for gm in graphs for node in ir.collectives(gm))
+        groups = dict.fromkeys([*stages, *replicas, *collectives, *weighed])
+        data = replicas + [axis for axis, _ in program.plan.mesh if axis not in dict(program.plan.operators)]
         where = (
             'torch.device("cpu")'
             if device == "cpu"
@@ -212,31 +249,36 @@ class Emission:
             '"""How each parameter is stored."""',
             *self._names_of("FROZEN", self._frozen(), "Parameters that are not trained."),
         ]
+        if self._hosted:
+            names += self._names_of(
+                "ON_HOST", self._hosted, "Parameters that stay in host memory, with their gradients."
+            )
+            copied.add(prelude.placed)
+        if replicas:
+            names += [f"FREQUENCY = {_FREQUENCY}", '"""Steps of each replica between two averages of all."""']
         copied.add(prelude.shard)
         return "\n".join(lines), copied.texts.pop("Layout"), "\n".join(names)
+
+    @property
+    def _hosted(self) -> list[str]:
+        return [fqn for fqn, entry in self.program.parameters.items() if entry.offload]
 
     def _frozen(self) -> list[str]:
         return [fqn for fqn in self.program.parameters if fqn not in self.program.trained]
 
     def _names_of(self, table: str, names: Sequence[str], meaning: str) -> list[str]:
-        return [
-            *wrapped(f"{table} = {{{', '.join(map(quoted, names))}}}" if names else f"{table}: set[str] = set()"),
-            f'"""{meaning}"""',
-        ]
+        lines = [f"{table}: set[str] = set()"]
+        if names:
+            short = f"{table} = {{{', '.join(map(quoted, names))}}}"
+            lines = [short] if len(short) <= WIDTH else [f"{table} = {{", *indented(name_lines(names)), "}"]
+        return [*lines, f'"""{meaning}"""']
 
     def _parameters(self) -> list[str]:
         program, plan = self.program, self.program.plan
         rows: list[tuple[str, str]] = []
         for fqn, entry in program.parameters.items():
-            layout = _layout(program.shapes[fqn], entry, [axis for axis, _ in plan.mesh])
-            rows.append((fqn, layout))
+            rows.append((fqn, layout(program.shapes[fqn], entry, [axis for axis, _ in plan.mesh])))
         return in_loops(rows)
-
-
-def random_helpers(copied: Copied) -> None:
-    """Copy what draws random numbers apart for every batch."""
-    for each in (prelude.rank_seed, prelude.common_draw, prelude.seeded):
-        copied.add(each)
 
 
 def assembled(title: str, code: str, imports: Mapping[str, str], local: Sequence[str] = ()) -> str:
@@ -248,83 +290,6 @@ def assembled(title: str, code: str, imports: Mapping[str, str], local: Sequence
     aten = "\n\naten = torch.ops.aten" if re.search(r"(?<![\w.])aten\.", code) else ""
     beside = "\n\n" + "\n".join(local) if local else ""
     return f'"""{title}\n"""\n\n{import_lines(lines)}{beside}{aten}\n\n{code}'
-
-
-def check(program: Program) -> None:
-    """Raise ShardGraphError if a program has what an emitted file cannot do."""
-    plan = program.plan
-    if plan.offload.parameters or any(ir.is_copy(n) for gm in program.graphs.values() for n in gm.graph.nodes):
-        raise ShardGraphError(
-            f"plan {plan.name!r} keeps tensors in host memory or on disk, and an emitted program has no copies of its "
-            "own to move them: emit it without offload, such as with recompute='full' instead"
-        )
-    if plan.replicas:
-        raise ShardGraphError(
-            f"plan {plan.name!r} has replicas that an optimizer averages, which is not in the program: emit the plan "
-            "of one replica"
-        )
-    if not program.trained:
-        raise ShardGraphError("the program has no backward: emit a call that is trained, with a loss and gradients")
-    roles = [role for role, _ in ir.outputs(program.joint.module)]
-    outputs = [role for role in roles if isinstance(role, ir.Output) and role.index < program.joint.returned]
-    values = dict(ir.outputs(program.joint.module))
-    if len(outputs) != 1 or program.joint.aliases or getattr(values[outputs[0]], "meta", {"val": 0})["val"].dim():
-        raise ShardGraphError(
-            "the program gives something else than a loss, which an emitted file trains on: give a loss_fn and a "
-            "target, or call a model that returns its loss; of a compiled module, use train_step before save_program"
-        )
-    own = (ir.GENERATOR_STATE, ir.SET_GENERATOR_STATE, ir.DRAWN_MASK)
-    if node := next((n for n in program.joint.module.graph.nodes if n.target in own), None):
-        raise ShardGraphError(
-            f"what is drawn at {SOURCE.get(node) or 'a line of the model'} (of a layer that is dropped, or by NumPy) "
-            "takes operations that an emitted file does not have: set its probability to 0, or use the compiled module"
-        )
-    if program.joint.shortened:
-        raise ShardGraphError(
-            f"the embedding of {program.joint.shortened[0].fqn!r} has max_norm, and rows are shortened before the "
-            "program runs, which an emitted file does not do: leave max_norm out, or use the compiled module"
-        )
-    if program.joint.results:
-        name = program.joint.results[0].fqn
-        raise ShardGraphError(
-            f"forward sets the attribute {name!r} of the model, which an emitted file does not have: return it instead"
-        )
-
-
-def in_loops(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Entries of a dictionary, those of equal layers as one."""
-    shown: list[str] = []
-    done: set[str] = set()
-    values = dict(rows)
-    for name, value in rows:
-        if name in done:
-            continue
-        match = re.search(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", name)
-        alike = [name]
-        if match:
-            head, tail = name[: match.start()], name[match.end() :]
-            number = int(match[0])
-            while (following := f"{head}{number + len(alike)}{tail}") in values and values[following] == value:
-                alike.append(following)
-        if match and len(alike) > 1:
-            first = int(match[0])
-            numbers = f"range({first + len(alike)})" if not first else f"range({first}, {first + len(alike)})"
-            key = generalized([quoted(each) for each in alike], range(first, first + len(alike)), "i")
-            shown.append(f"    **{{{key}: {value} for i in {numbers}}},")
-        else:
-            shown.append(f"    {quoted(name)}: {value},")
-        done.update(alike)
-    return shown
-
-
-def _layout(shape: torch.Size, entry: ParameterPlan, axes: Sequence[str]) -> str:
-    parts = [str(tuple(shape))]
-    if entry.shard_axis is not None:
-        parts.append(f"rows={quoted(axes[entry.shard_axis])}")
-    if entry.splits:
-        split = ", ".join(f"{quoted(axes[position])}: {split}" for position, split in entry.splits.items())
-        parts.append(f"split={{{split}}}")
-    return f"Layout({', '.join(parts)})"
 
 
 def _device(program: Program) -> str:
@@ -382,8 +347,6 @@ _IMPORTS = {
     "load_file": "from safetensors.torch import load_file",
 }
 
-_START = 'if __name__ == "__main__":'
-
 _TITLE = """{what}, as plain PyTorch.
 
     {start}
@@ -391,61 +354,9 @@ _TITLE = """{what}, as plain PyTorch.
 trains it on batch.safetensors, from weights.safetensors, with AdamW. Where ranks have batches of their own, the one of
 rank N along DATA_AXES may be in batchN.safetensors. {order}
 
-Written by {versions}. It needs torch and safetensors alone."""
+Written by {versions}. It needs {needs} alone."""
 
 _WRITTEN = """Operations are in the order in which the model has them; the
 compiled module merges collectives and starts them earlier."""
 _SCHEDULED = """Operations are in the order in which the compiled
 module runs them; here each collective is waited for at once."""
-
-_TAIL = '''
-def load_state() -> dict[str, Tensor]:
-    """This rank's parameters, of which those that are trained require a gradient, and all buffers."""
-    state = {}
-    for name, whole in load_file(HERE / "weights.safetensors").items():
-        tensor = shard(whole, PARAMETERS[name]) if name in PARAMETERS else whole
-        state[name] = tensor.to(DEVICE).requires_grad_(name in PARAMETERS and name not in FROZEN)
-    return state
-
-
-def batch(step: int) -> list[Tensor]:
-    """The inputs of forward in a step: here those of a file, in every step."""
-    own = HERE / f"batch{place_among(DATA_AXES)}.safetensors"
-    tensors = load_file(own if own.exists() else HERE / "batch.safetensors")
-    return [tensors[name].to(DEVICE) for name in INPUTS]
-
-
-@torch.no_grad()
-def train_step(state: Mapping[str, Tensor], inputs: list[Tensor]) -> Tensor:
-    """The loss of this rank's batch; gradients become those of the parameters."""
-{seeded}
-    for name, gradient in backward(state, saved, {grad_loss}).items():
-        state[name].grad = gradient
-    return loss
-
-
-def main(steps: int = 5) -> list[float]:
-    """Train; returns this rank's losses."""
-    state = load_state()
-    optimizer = torch.optim.AdamW([state[name] for name in PARAMETERS if name not in FROZEN], lr=1e-3)
-'''
-TRAINING_LOOP = """    torch.manual_seed(0)
-    losses = []
-    for step in range(steps):
-        loss = train_step(state, batch(step))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        print(f"rank {dist.get_rank() if dist.is_initialized() else 0} step {step} loss {losses[-1]}", flush=True)
-    return losses
-
-
-if __name__ == "__main__":
-    join_ranks(AXES)
-    main()
-    leave_ranks()
-"""
-"""The end of ``main``, and what runs it."""
-_SEEDED = """    with seeded(rank_seed(common_draw(), place_among(DATA_AXES))):  # batches of all ranks draw apart
-        loss, saved = forward(state, *inputs)"""
-_UNSEEDED = "    loss, saved = forward(state, *inputs)"

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import shardgraph
+from shardgraph.emission.copies import copy_at_once
 from shardgraph.emission.pipeline import Pipelined
-from shardgraph.emission.program import Emission, check, input_names, used_state, write
+from shardgraph.emission.program import Emission, input_names, used_state, write
+from shardgraph.emission.refusals import check
 from shardgraph.passes.program import Program
 from shardgraph.runtime.layout import Layout
 from shardgraph.runtime.pipeline.microbatches import batch_size
@@ -42,7 +44,7 @@ def save(
     """Write the files; returns them.
 
     Args:
-        program: in the order in which it is to be written.
+        program: in the order in which it is to be written; unless ``scheduled``, it is the caller's to lose.
         model: the module, for its name and the values of buffers.
         directory: made if it is not there.
         leaves: the flattened inputs of a call, of which tensors are saved as the batch.
@@ -52,6 +54,9 @@ def save(
         by_tokens: weigh the losses of data ranks by the elements that they are means of.
     """
     folder = Path(directory)
+    if not scheduled:
+        for gm in program.graphs.values():
+            copy_at_once(gm)
     short = input_names([(re.search(r"\((\w+)\)", name) or [0, name])[1] for name in names])
     inputs = {i: short[i] for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
     versions = f"shardgraph {shardgraph.__version__} with torch {torch.__version__}"

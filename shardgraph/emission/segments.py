@@ -158,13 +158,18 @@ def _runs(units: Sequence[str]) -> list[tuple[str, int, int]]:
 
 
 def _filled(nodes: list[fx.Node], units: list[str | None]) -> list[str]:
-    """The units with those of passes: what only prepares a parameter counts to what follows, all else to what was."""
+    """The units with those of passes: what only prepares a parameter, or brings back what was kept for backward, counts
+    to what follows, all else to what was."""
     prepares: set[fx.Node] = set()
     for node, unit in zip(nodes, units, strict=True):
         if (
             unit is None
             and MADE_BY.get(node) is not None
-            and all(each in prepares or (each.op == "placeholder" and _is_state(each)) for each in node.all_input_nodes)
+            and all(
+                each in prepares or (each.op == "placeholder" and (node.target is ir.TO_DEVICE or _is_state(each)))
+                for each in node.all_input_nodes
+                if node.target is not ir.WAIT_COPY or each is node.args[0]
+            )
         ):
             prepares.add(node)
     made: list[str | None] = list(units)

@@ -50,7 +50,7 @@ from shardgraph.ir.graph import (
     placeholders,
     set_outputs,
 )
-from shardgraph.ir.host_draws import DRAWN_MASK
+from shardgraph.ir.host_draws import DRAWN_MASK, drawing_function
 from shardgraph.ir.rank_operations import (
     chunk_bounds,
     first_only,

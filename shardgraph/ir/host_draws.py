@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,18 @@ torch.library.define(
 DRAWN_MASK = torch.ops.shardgraph.drawn_mask.default
 
 
+def drawing_function(name: str) -> Callable[..., Any]:
+    """The function of this ``"module:name"`` as its package defines it."""
+    module, _, name = name.partition(":")
+    function: Callable[..., Any] = inspect.unwrap(getattr(importlib.import_module(module), name))
+    return function
+
+
 @torch.library.impl("shardgraph::drawn_mask", "CompositeExplicitAutograd")
 def _(
     function: str, shape: Sequence[int], probability: float, length: int, attention_mask: Tensor | None, least: int
 ) -> Tensor:
-    module, _, name = function.partition(":")
-    drawn = inspect.unwrap(getattr(importlib.import_module(module), name))
+    drawn = drawing_function(function)
     return torch.from_numpy(drawn(tuple(shape), probability, length, attention_mask, least))
 
 

@@ -710,19 +710,20 @@ class ShardedModule(nn.Module):
 
     @checked(directory=PATH, scheduled=BOOL)
     def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
-        """Write the program of the latest :meth:`train_step` as source. All ranks must call it, and rank 0 writes.
+        """Write the program of the latest call as source. All ranks must call it, and rank 0 writes.
 
         As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
-        that the call had: put your own in ``batch.safetensors``.
+        that the call had: put your own in ``batch.safetensors``. After a :meth:`train_step` the program has its loss;
+        after a call as the model's, the loss is what the function ``criterion`` of the file makes of the outputs.
 
         Raises:
-            ShardGraphError: nothing has been compiled, the latest program gives no loss, or it has what plain PyTorch
-                does not have.
+            ShardGraphError: nothing has been compiled, or the latest program has what plain PyTorch does not have.
             CheckpointError: on every rank, if rank 0 could not write.
         """
         key, executor = self._programs.latest
         program = executor.program
-        emission.check(program)
+        by_tokens = self._setup.loss_weight == "tokens"
+        emission.check(program, by_tokens)
         if self._setup.random != "ranks":
             raise ShardGraphError(
                 f"random={self._setup.random!r} draws the numbers of all ranks' batches, and the source those of a "
@@ -734,7 +735,6 @@ class ShardedModule(nn.Module):
         parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
         leaves = [emission.synthesized(kind, program.joint.rows, parts) for kind in key.inputs]
         names, folder = input_names(self.original, key.structure), Path(directory)
-        by_tokens = self._setup.loss_weight == "tokens"
         checkpoint.written_by_first_rank(
             folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole, by_tokens)
         )

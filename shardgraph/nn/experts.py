@@ -48,8 +48,8 @@ class Experts(nn.Module):
             raise ShardGraphError(f"experts with d_hidden={d_hidden} compute nothing: d_hidden must be at least 1")
         if activation not in ACTIVATIONS:
             raise ShardGraphError(
-                f"experts have no activation {activation!r}{nearest(activation, ACTIVATIONS)}; "
-                f"there are {', '.join(ACTIVATIONS)}"
+                f"experts have no activation {activation!r}; "
+                f"there are {', '.join(ACTIVATIONS)}{nearest(activation, ACTIVATIONS)}"
             )
         self.num_experts, self.d_model, self.d_hidden, self.activation = num_experts, d_model, d_hidden, activation
 

@@ -60,9 +60,9 @@ class Offload:
             return offload
         if not isinstance(offload, str) or offload not in _NAMES:
             raise PlanError(
-                f"there is no offloading {offload!r}{nearest(str(offload), _NAMES)}; there are "
+                f"there is no offloading {offload!r}; there are "
                 f"{', '.join(map(repr, _NAMES))}, and shardgraph.Offload(parameters=..., activations=..., disk=..., "
-                "optimizer_state=...)"
+                f"optimizer_state=...){nearest(str(offload), _NAMES)}"
             )
         named = _NAMES[str(offload)]
         return cls("parameters" in named, "activations" in named)

@@ -90,8 +90,9 @@ class Precision:
         name = _SHORT.get(str(precision), precision)
         if not isinstance(name, str) or name not in ("bfloat16", "float16"):
             raise PlanError(
-                f"there is no precision {precision!r}{nearest(str(precision), [*_SHORT, 'fp8'])}; there are 'bf16', "
+                f"there is no precision {precision!r}; there are 'bf16', "
                 "'fp16' and 'fp8', and shardgraph.Precision(parameters=..., reduce=...)"
+                f"{nearest(str(precision), [*_SHORT, 'fp8'])}"
             )
         return cls(name, reduce="float32")
 

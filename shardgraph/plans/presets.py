@@ -61,10 +61,11 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
             return _dividing(name, data, styles, axes)
     if name not in PRESETS:
         raise PlanError(
-            f"there is no plan called {name!r}{nearest(name, [*PRESETS, *DIVIDING])}; the plans are "
+            f"there is no plan called {name!r}; the plans are "
             f"{', '.join(PRESETS)}, {', '.join(map(repr, DIVIDING))} (also after one of these, as in 'fsdp+tp'), 'pp' "
             "and 'local-sgd' (also before any of these, as in 'pp+fsdp'), "
             "'auto', a Plan, or the path of a plan file (ending in .yaml or .yml)"
+            f"{nearest(name, [*PRESETS, *DIVIDING])}"
         )
     entry = PRESETS[name]
     if entry.shard_axis is None:

@@ -103,7 +103,7 @@ def conditions(guards: Iterable[Guard], own: str, names: dict[str, Any]) -> Iter
             continue
         try:
             value = eval(name or "None", {}, names)
-        except (AttributeError, KeyError, IndexError):
+        except (AttributeError, KeyError, IndexError, TypeError):  # TypeError: None is asked, such as for a closure
             if kind != "HASATTR":  # in torch 2.11 of what is not there, by its name
                 continue
             value = None

@@ -204,6 +204,13 @@ function drawTimeline(step) {
   const x = (time) => LEFT + ((time - from) / (to - from)) * (width - LEFT - 8);
   const time = (at) => from + ((at - LEFT) / (width - LEFT - 8)) * (to - from);
 
+  function fitted(text, room) {
+    if (pen.measureText(text).width <= room) return text;
+    let length = text.length;
+    while (length && pen.measureText(text.slice(0, length) + "\u2026").width > room) length--;
+    return text.slice(0, length) + "\u2026";
+  }
+
   function draw() {
     const style = getComputedStyle(root), ratio = devicePixelRatio || 1;
     width = canvas.clientWidth;
@@ -213,10 +220,13 @@ function drawTimeline(step) {
     pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle";
     const ink = style.getPropertyValue("--ink"), soft = style.getPropertyValue("--soft"), line = style.getPropertyValue("--line");
     let tick = 10 ** Math.floor(Math.log10(to - from));
-    tick *= [0.1, 0.2, 0.5, 1].find((part) => (to - from) / (tick * part) <= 8) || 1;
+    const most = Math.max(2, Math.min(8, (width - LEFT) / 80)); // labels that have room
+    tick *= [0.1, 0.2, 0.5, 1, 2].find((part) => (to - from) / (tick * part) <= most) || 5;
     for (let t = Math.ceil(from / tick) * tick; t <= to; t += tick) {
       pen.fillStyle = line; pen.fillRect(x(t), TOP, 1, height - TOP - FOOT);
-      pen.fillStyle = soft; pen.textAlign = "center"; pen.fillText(t ? seconds(t / 1e9) : "0", x(t), height - FOOT / 2);
+      const last = x(t) > width - 28; // a label in the middle would leave the picture
+      pen.fillStyle = soft; pen.textAlign = last ? "right" : "center";
+      pen.fillText(t ? seconds(t / 1e9) : "0", last ? width - 2 : x(t), height - FOOT / 2);
     }
     lanes.forEach((spans, number) => {
       const y = TOP + LANE * number;
@@ -231,15 +241,14 @@ function drawTimeline(step) {
         pen.fillStyle = colour(span);
         pen.fillRect(left, y + 4, Math.max(0.75, right - left - (right - left > 4 ? 1 : 0)), LANE - 10);
         if (right - left > 60) {
-          pen.save(); pen.beginPath(); pen.rect(left, y, right - left - 3, LANE); pen.clip();
-          pen.fillStyle = "#fff"; pen.textAlign = "left"; pen.fillText(step.labels[span.label], left + 4, y + LANE / 2 - 1);
-          pen.restore();
+          pen.fillStyle = "#fff"; pen.textAlign = "left";
+          pen.fillText(fitted(step.labels[span.label], right - left - 9), left + 4, y + LANE / 2 - 1);
         }
       }
       pen.restore();
       pen.fillStyle = ink; pen.textAlign = "right"; pen.fillText(step.streams[number], LEFT - 8, y + LANE / 2 - 1);
     });
-    document.getElementById("at").textContent = `${seconds(from / 1e9)} to ${seconds(to / 1e9)} of ${seconds(end / 1e9)}`;
+    document.getElementById("at").textContent = `${from ? seconds(from / 1e9) : 0} to ${seconds(to / 1e9)} of ${seconds(end / 1e9)}`;
   }
   function show(first, last) {
     const length = Math.min(end, Math.max(last - first, end / 1e5));

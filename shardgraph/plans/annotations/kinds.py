@@ -353,6 +353,6 @@ def _built(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     name = ast.unparse(node.func)
     if name not in KINDS:
-        raise PlanError(f"there is no annotation {name!r}{nearest(name, KINDS)}; there are {', '.join(KINDS)}")
+        raise PlanError(f"there is no annotation {name!r}; there are {', '.join(KINDS)}{nearest(name, KINDS)}")
     arguments = [_built(argument) for argument in node.args]
     return KINDS[name](*arguments, **{str(each.arg): _built(each.value) for each in node.keywords})
