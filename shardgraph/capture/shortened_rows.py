@@ -22,7 +22,11 @@ from shardgraph.ir.subgraph import subgraph
 aten = torch.ops.aten
 _RENORM = aten.embedding_renorm.default
 _SAME = (aten.clone.default, aten.detach.default, aten.alias.default)
-_INDICES = {aten.embedding.default: 1, aten._embedding_bag.default: 1, aten._embedding_bag_forward_only.default: 1}
+_INDICES: Mapping[Any, int] = {
+    aten.embedding.default: 1,
+    aten._embedding_bag.default: 1,
+    aten._embedding_bag_forward_only.default: 1,
+}
 
 Line = Callable[[fx.Node], str]
 

@@ -33,7 +33,7 @@ class Outputs:
         """A name for each, in the order in which forward returns them."""
         scope = Names({"inputs", "trained", "ctx"})
         return {
-            role: scope.new(self._name(role.index) if isinstance(role, ir.Output) else f"viewed_{role.index}")
+            role: scope.new(self._name(role.index) if isinstance(role, ir.Output) else f"viewed_{_number(role)}")
             for role in self._values
         }
 
@@ -109,10 +109,12 @@ class Outputs:
 
 def _tangent(role: ir.Role) -> ir.Tangent:
     """The incoming gradient of an output, or of what outputs are views of."""
-    if isinstance(role, ir.IntermediateBase):
-        return ir.Tangent(-1 - role.index)
-    assert isinstance(role, ir.Output)
-    return ir.Tangent(role.index)
+    return ir.Tangent(_number(role) if isinstance(role, ir.Output) else -1 - _number(role))
+
+
+def _number(role: ir.Role) -> int:
+    assert isinstance(role, (ir.Output, ir.IntermediateBase))
+    return role.index
 
 
 def step_of_loss(seeded: str, grad_loss: str) -> str:
