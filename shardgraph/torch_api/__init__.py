@@ -24,6 +24,7 @@ from shardgraph.torch_api.attention import attention_on, positions_first, unit_s
 from shardgraph.torch_api.checkpoints import box_of, read_metadata, storage_info
 from shardgraph.torch_api.connections import (
     break_connections,
+    break_store,
     can_break,
     connections_of,
     has_hung_up,

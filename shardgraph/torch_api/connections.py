@@ -45,6 +45,15 @@ def break_connections() -> None:
                 group.abort()
 
 
+def break_store() -> None:
+    """Let whatever waits for an answer of the default group's store fail, now and from now on, on this rank."""
+    port = store_port()
+    for descriptor, _ in _sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getpeername()[1:2] == (port,):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def can_break(group_name: str) -> bool:
     """Whether collectives of a group fail by :func:`break_connections`: not if the user has made it, over gloo."""
     group = _group(group_name)
