@@ -52,20 +52,28 @@ class Propagation:
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` for arguments in which nodes stand for their values."""
-        operands = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
         if target is operator.getitem:
-            return self._run(target, *operands)
-        leaves, spec = pytree.tree_flatten(operands)
+            return self._run(target, *self._operands(args, kwargs))
+        if kwargs or any(isinstance(arg, (list, tuple, dict)) for arg in args):
+            leaves, spec = pytree.tree_flatten(self._operands(args, kwargs))
+        else:  # most calls: each argument is a leaf
+            leaves, spec = [self._operand(arg) for arg in args], None
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not all(map(_is_known, leaves)):  # a number that is read from a tensor cannot be compared
-            return self._run(target, *operands)
+            return self._run(target, *self._operands(args, kwargs))
         key = target, spec, tuple([_placed(leaf, tensors) for leaf in leaves])
         if key in self._made:
             return self._made[key](tensors)
-        value = self._run(target, *operands)
+        value = self._run(target, *self._operands(args, kwargs))
         if (make := again(self.fake_mode, value, tensors)) is not None:
             self._made[key] = make
         return value
+
+    def _operand(self, arg: Any) -> Any:
+        return self.fake(arg.meta["val"]) if isinstance(arg, fx.Node) else arg
+
+    def _operands(self, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map_only(fx.Node, self._operand, (args, kwargs))
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self.fake_mode, torch_api.no_autocast():

@@ -69,7 +69,7 @@ from shardgraph.torch_api.groups import (
 from shardgraph.torch_api.guarded_layers import Repeated
 from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.inductor import compile_by_inductor, cxx_compiler_error
-from shardgraph.torch_api.nodes import append_node, parts_of_nodes
+from shardgraph.torch_api.nodes import append_node, is_valid, parts_of_nodes
 from shardgraph.torch_api.optimizers import after_every_step, before_every_step, has_own_step, has_step_hooks
 from shardgraph.torch_api.recorder import GENERATED, communicated
 from shardgraph.torch_api.recurrent import list_weights, read_weights
