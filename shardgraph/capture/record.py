@@ -158,7 +158,9 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable or not all(map(_is_layout, operands)):
             return func(*args, **kwargs)
         memories = [operand.untyped_storage()._cdata for operand in operands]
-        places = [(operand.storage_offset(), memories.index(memory)) for operand, memory in zip(operands, memories)]
+        places = [
+            (each.storage_offset(), memories.index(memory)) for each, memory in zip(operands, memories, strict=True)
+        ]
         key = what, tuple(places)
         if (make := self._made.get(key)) is not None:
             with outside_modes():

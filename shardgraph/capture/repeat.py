@@ -334,7 +334,6 @@ class _Repetition:
                 meta[key] = moved(meta[key])
         return meta
 
-
     def _calls(self, modules: Mapping[str, Any], moved: Callable[[Any], Any], suffix: str) -> dict[str, Any]:
         """The modules that a node is from in another unit, one object for all nodes there that are from the same."""
         if (same := self._same.get(id(modules))) is None:

@@ -112,9 +112,7 @@ def again(mode: Any, value: Any, operands: list[torch.Tensor]) -> Make | None:
         for place, leaf in places:
             if place not in storages:
                 storages[place] = torch_api.meta_memory(leaf.untyped_storage().nbytes())
-        return pytree.tree_unflatten(
-            [torch_api.fake_like(mode, storages[place], leaf) for place, leaf in places], spec
-        )
+        return pytree.tree_unflatten([torch_api.fake_like(mode, storages[place], leaf) for place, leaf in places], spec)
 
     return make
 
