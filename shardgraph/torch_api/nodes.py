@@ -34,7 +34,7 @@ def is_valid(gm: fx.GraphModule) -> bool:
     for node in graph.nodes:
         op, target = node.op, node.target
         known = callable(target) if op == "call_function" else op in ("placeholder", "output")
-        if not (known or (op == "get_attr" and hasattr(gm, target))) or node.graph is not graph:  # type: ignore[arg-type]
+        if not (known or (op == "get_attr" and hasattr(gm, target))) or node.graph is not graph:
             return False
         if not seen.issuperset(node._input_nodes):
             return False
