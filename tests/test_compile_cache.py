@@ -20,6 +20,7 @@ from shardgraph.cache import entries
 from shardgraph.cache.graphs import graph_data, graph_of
 from shardgraph.cache.values import NotStorable, Reader, Writer
 from shardgraph.capture import remembered
+from shardgraph.capture import remembered as graphs_on_disk
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.ir import UnboundGraph
 from shardgraph.module import remembered as programs_on_disk
@@ -199,9 +200,10 @@ def test_a_second_start_reads_backward_in_its_first_step(made, monkeypatch):
 
     start()
     read, graph_of = [], programs_on_disk.graph_of
-    monkeypatch.setattr(programs_on_disk, "graph_of", lambda *entry: read.append(entry) or graph_of(*entry))
+    for module in (programs_on_disk, graphs_on_disk):
+        monkeypatch.setattr(module, "graph_of", lambda *entry: read.append(entry) or graph_of(*entry))
     sharded = start()
-    assert len(made) == len(read) == 1  # forward
+    assert len(made) == len(read) == 1  # forward, and not the captured graph
     sharded(input_ids=ids, labels=ids).loss.backward()
     assert len(read) == 2
 

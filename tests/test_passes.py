@@ -278,3 +278,28 @@ def test_a_graph_that_is_not_bound_is_interpreted():
     inputs = [torch.ones(node.meta["val"].shape) for node in ir.placeholders(program.forward).values()]
     bound = bind(program.forward, None)
     torch.testing.assert_close(program.forward(*inputs), bound(*inputs))
+
+
+def misplaced(gm):
+    gm.graph.find_nodes(op="placeholder")[0].prepend(
+        next(node for node in gm.graph.nodes if node.op == "call_function")
+    )
+
+
+def of_another_graph(gm):
+    node = next(node for node in gm.graph.nodes if node.op == "call_function")
+    node.args = (fx.Graph().placeholder("x"), *node.args[1:])
+
+
+def not_there(gm):
+    next(iter(gm.graph.nodes)).prepend(gm.graph.create_node("get_attr", "missing"))
+
+
+@pytest.mark.parametrize("fault", [misplaced, of_another_graph, not_there])
+def test_a_graph_that_is_not_valid_is_not_taken_for_valid(fault):
+    gm = capture(nn.Linear(4, 4), (torch.ones(2, 4),), {}, device=torch.device("cpu")).module
+    assert torch_api.is_valid(gm)
+    fault(gm)
+    assert not torch_api.is_valid(gm)
+    with pytest.raises(RuntimeError):
+        gm.graph.lint()

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 import shardgraph
 from shardgraph.capture import capture as room
-from shardgraph.capture import captures
+from shardgraph.capture import captures, record
+from shardgraph.capture.stacks import stacks_of
 from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.precision import AS_STORED, Precision
@@ -273,6 +274,20 @@ def test_layers_that_are_left_out_are_not_traced(monkeypatch):
     monkeypatch.setattr(room, "_traced", lambda model, *rest: layers.append(len(model.layers)) or traced(model, *rest))
     room.capture(Stack(40), (X,), {}, device=torch.device("cpu"))
     assert layers == [4]
+
+
+def test_the_record_of_equal_operations_is_that_of_running_each(monkeypatch):
+    asked = room.Asked((X,), {}, torch.device("cpu"), None, (), AS_STORED)
+
+    def segments():
+        model = Stack()
+        return [vars(each) for each in room._recorded(model, stacks_of(model), asked).segments]
+
+    made, again = [], record.again
+    monkeypatch.setattr(record, "again", lambda *given: made.append(given) or again(*given))
+    recalled, runs = segments(), len(made)
+    monkeypatch.setattr(record, "again", lambda *given: made.append(given) and None)
+    assert segments() == recalled and 0 < runs < (len(made) - runs) / 2
 
 
 CHANGES: dict[str, Callable[[Stack], Any]] = {

@@ -202,7 +202,7 @@ def _recorded(model: nn.Module, stacks: Sequence[Stack], asked: Asked) -> Record
         stack.enter_context(same_kernels())
         stack.enter_context(fake_mode)
         traced = Traced(copied, asked.loss_fn)
-        return record(lambda: run_as_traced(traced, *inputs), copied, pytree.tree_leaves(inputs), stacks)
+        return record(lambda: run_as_traced(traced, *inputs), copied, fake_mode, pytree.tree_leaves(inputs), stacks)
 
 
 def later_rows(rows: int, model: nn.Module, asked: Asked) -> Callable[[], list[ir.RowNumber] | None]:

@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgraph.capture.stacks import LEAST, Stack, layer_of, numbered_modules
-from shardgraph.torch_api import pytree
+from shardgraph.ir.fake_values import Make, again
+from shardgraph.torch_api import FakeTensor, FakeTensorMode, outside_modes, pytree
 
 _PERIODS = 8  # layers after which kinds of layers may repeat, at most
 _FIRST = 4  # layers that may differ from those after them, or that all of those may read, at most
+_DEVICE = torch.ops.prim.device.default
 
 
 class UnequalLayersError(Exception):
@@ -76,13 +78,19 @@ class Record:
         return ("last", value.stack, self.stacks[value.stack].layers - value.number, value.name)
 
 
-def record(run: Callable[[], Any], model: nn.Module, inputs: Sequence[torch.Tensor], stacks: Sequence[Stack]) -> Record:
-    """The record of ``run()``, a call of ``model`` on fake ``inputs``.
+def record(
+    run: Callable[[], Any],
+    model: nn.Module,
+    mode: FakeTensorMode,
+    inputs: Sequence[torch.Tensor],
+    stacks: Sequence[Stack],
+) -> Record:
+    """The record of ``run()``, a call of ``model`` on fake ``inputs`` of ``mode``.
 
     Raises:
         UnequalLayersError: the layers of a stack are not called once each, in order.
     """
-    recorder = _Recorder(model, inputs, stacks)
+    recorder = _Recorder(model, mode, inputs, stacks)
     for position, number, layer in numbered_modules(model, stacks):
 
         def enter(*_: Any, position: int = position, number: int = number) -> None:
@@ -100,9 +108,14 @@ def record(run: Callable[[], Any], model: nn.Module, inputs: Sequence[torch.Tens
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor], stacks: Sequence[Stack]) -> None:
+    """Records operations as they run. One that is equal to an earlier one gets results made like that one's."""
+
+    def __init__(
+        self, model: nn.Module, mode: FakeTensorMode, inputs: Sequence[torch.Tensor], stacks: Sequence[Stack]
+    ) -> None:
         super().__init__()
-        self._stacks = stacks
+        self._mode, self._stacks = mode, stacks
+        self._made: dict[Any, Make] = {}
         self._held: list[torch.Tensor] = []  # so that no id is used twice
         self._values: dict[Any, _Value] = {}
         self.segments = [_Segment(-1, 0)]
@@ -127,13 +140,34 @@ class _Recorder(TorchDispatchMode):
             self.segments.append(_Segment(-1, sum(segment.stack < 0 for segment in self.segments)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        used: list[_Value] = []
-        what = func, self._written(args, used), self._written(kwargs or {}, used), torch.is_grad_enabled()
-        result = func(*args, **(kwargs or {}))
-        self.segments[-1].operations.append((what, tuple(used)))
+        if func is _DEVICE:  # as torch asks again and again; it is part of every operand
+            return args[0].device
+        operands: list[torch.Tensor] = []
+        what = func, _written(args, operands), _written(kwargs or {}, operands), torch.is_grad_enabled()
+        used = self._used(operands)
+        result = self._result(what, operands, args, kwargs or {})
+        self.segments[-1].operations.append((what, used))
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(leaf, torch.Tensor):
                 self._new(leaf)
+        return result
+
+    def _result(self, what: Any, operands: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """The result of an operation, whose layout follows from its operands' and the memory that these share."""
+        func = what[0]
+        if func._schema.is_mutable or not all(map(_is_layout, operands)):
+            return func(*args, **kwargs)
+        memories = [operand.untyped_storage()._cdata for operand in operands]
+        places = [
+            (each.storage_offset(), memories.index(memory)) for each, memory in zip(operands, memories, strict=True)
+        ]
+        key = what, tuple(places)
+        if (make := self._made.get(key)) is not None:
+            with outside_modes():
+                return make(operands)
+        result = func(*args, **kwargs)
+        if (made := again(self._mode, result, operands)) is not None:
+            self._made[key] = made
         return result
 
     def returned(self, output: Any) -> None:
@@ -145,22 +179,12 @@ class _Recorder(TorchDispatchMode):
         leaves, spec = pytree.tree_flatten(output)
         if not all(isinstance(leaf, (torch.Tensor, int, float, str, type(None))) for leaf in leaves):
             raise UnequalLayersError("the output has parts that are not tensors")
-        used: list[_Value] = []
-        self.segments[-1].operations.append((("output", str(spec), self._written(leaves, used)), tuple(used)))
+        operands: list[torch.Tensor] = []
+        what = "output", str(spec), _written(leaves, operands)
+        self.segments[-1].operations.append((what, self._used(operands)))
 
-    def _written(self, value: Any, used: list[_Value]) -> Any:
-        """An argument as something that can be compared; its tensors are appended to ``used``."""
-        if isinstance(value, torch.Tensor):
-            used.append(self._known(value) or self._new(value))
-            # Asking a view makes autograd compute its function anew where its base was written, which it may be doing
-            # right now: it would wait for itself.
-            function = None if value._is_view() else type(value.grad_fn)
-            return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, function
-        if isinstance(value, (list, tuple)):
-            return tuple([self._written(each, used) for each in value])
-        if isinstance(value, dict):
-            return tuple([(key, self._written(each, used)) for key, each in value.items()])
-        return (type(value), value) if isinstance(value, (bool, int, float)) else value
+    def _used(self, operands: list[torch.Tensor]) -> tuple[_Value, ...]:
+        return tuple([self._known(operand) or self._new(operand) for operand in operands])
 
     def _new(self, tensor: torch.Tensor) -> _Value:
         segment = self.segments[-1]
@@ -174,6 +198,26 @@ class _Recorder(TorchDispatchMode):
         self._held.append(tensor)
         self._values[id(tensor)] = self._values[_place(tensor)] = value
         return value
+
+
+def _written(value: Any, operands: list[torch.Tensor]) -> Any:
+    """An argument as something that can be compared; its tensors are appended to ``operands``."""
+    if isinstance(value, torch.Tensor):
+        operands.append(value)
+        # Asking a view makes autograd compute its function anew where its base was written, which it may be doing
+        # right now: it would wait for itself.
+        function = None if value._is_view() else type(value.grad_fn)
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, function
+    if isinstance(value, (list, tuple)):
+        return tuple([_written(each, operands) for each in value])
+    if isinstance(value, dict):
+        return tuple([(key, _written(each, operands)) for key, each in value.items()])
+    return (type(value), value) if isinstance(value, (bool, int, float)) else value
+
+
+def _is_layout(operand: torch.Tensor) -> bool:
+    """Whether a result's layout depends on an operand's layout alone: neither on its value nor on bits of its own."""
+    return type(operand) is FakeTensor and operand.constant is None and not operand.is_complex()
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -120,6 +120,7 @@ def _write(path: Path, joint: ir.JointGraph, digest: Digest, call: Any) -> None:
         "result": spec_data(joint.out_spec, writer),
         "about": [writer.write(each) for each in (joint.aliases, joint.stored, joint.rows, joint.repeats)],
         "buffers": sorted(joint.buffers),
+        "choices": list(joint.choices),
     }
     entries.write(path, parts, writer.tensors)
     joint.kept = f"{path.stem} {looked_up}"
@@ -155,7 +156,7 @@ def _read(
         row_numbers=later_rows(rows, call.model, Asked(call.args, dict(call.kwargs), device, call.loss_fn, **options)),
         kept=f"{key} {looked_up}",
     )
-    joint.buffers = frozenset(parts["buffers"])
+    joint.buffers, joint.choices = frozenset(parts["buffers"]), tuple(parts["choices"])
     return joint
 
 

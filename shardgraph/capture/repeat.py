@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from shardgraph.ir.attributes import (
     SUBJECT,
     VALUE,
 )
-from shardgraph.torch_api import append_node, pytree
+from shardgraph.torch_api import append_node, is_valid, pytree
 
 _INPUTS, _FORWARD, _BACKWARD = range(3)
 
@@ -73,6 +74,9 @@ class _Repetition:
     def __init__(self, gm: fx.GraphModule, stack: Stack) -> None:
         self._gm, self._stack, self._last = gm, stack, stack.repeats + 1
         self._nodes = list(gm.graph.nodes)
+        self._same: dict[int, int] = {}  # numbers of modules of nodes, by the object and by what is in it
+        self._equal: dict[Any, int] = {}
+        self._moved: dict[tuple[int, str], dict[str, Any]] = {}  # those in other units
         self._numbered = re.compile(rf"^((?:module )?{re.escape(stack.prefix)})(\d+)(?=[.,]|$)")
         # The nodes of the first and of the second unit, in the inputs, in forward and in backward.
         self._units = (self._inputs(), self._forward(), self._backward())
@@ -130,7 +134,7 @@ class _Repetition:
 
     def _alike(self, one: fx.Node, other: fx.Node) -> tuple[list[_Read], Any]:
         """What copies of ``one`` read, from what it reads and what its equal in the second unit reads; and in which
-        structure of arguments."""
+        structure of arguments, None if there is none."""
         (values, spec), (others, other_spec) = (pytree.tree_flatten((n.args, n.kwargs)) for n in (one, other))
         alike = (
             one.op == other.op
@@ -143,7 +147,9 @@ class _Repetition:
         )
         if not alike:
             raise UnequalLayersError(f"{one.name} and {other.name} are not alike")
-        return [self._read(*each) for each in zip(values, others, strict=True)], spec
+        flat = not one.kwargs and len(values) == len(one.args)  # as nearly all are: each argument is a value
+        flat = flat and not any(isinstance(arg, (list, tuple, dict)) for arg in one.args)
+        return [self._read(*each) for each in zip(values, others, strict=True)], None if flat else spec
 
     def _comparable(self, key: str, value: Any, units: int) -> Any:
         """An attribute of a node, as its equal ``units`` further on has it."""
@@ -218,7 +224,8 @@ class _Repetition:
         graph.output(()).meta = dict(self._nodes[-1].meta)
         repeated = ir.UnboundGraph(self._gm, graph)
         ir.set_outputs(repeated, self._results(made))
-        graph.lint()
+        if not is_valid(repeated):
+            repeated.graph.lint()  # which says why
         return repeated
 
     def _runs(self) -> dict[fx.Node, list[tuple[fx.Node, fx.Node]]]:
@@ -245,6 +252,8 @@ class _Repetition:
             return made[each.value, 0 if each.further is None else unit + each.further]
 
         reads, spec = self._reads[one]
+        if spec is None:
+            return tuple(map(read, reads)), {}
         return pytree.tree_unflatten(map(read, reads), spec)
 
     def _results(self, made: Mapping[tuple[fx.Node, int], fx.Node]) -> list[tuple[ir.Role | None, Any]]:
@@ -319,14 +328,22 @@ class _Repetition:
         meta = dict(node.meta)
         for attribute in (MODULES, FORWARD_MODULES):
             if modules := attribute.get(node):
-                named = {call: (moved(path), path, kind) for call, (path, kind) in modules.items()}
-                # A call of a copied layer is another one.
-                calls = {call if new == old else call + suffix: (new, kind) for call, (new, old, kind) in named.items()}
-                meta[attribute.key] = calls
+                meta[attribute.key] = self._calls(modules, moved, suffix)
         for key in (ROLE.key, SOURCE.key, SUBJECT.key):
             if key in meta:
                 meta[key] = moved(meta[key])
         return meta
+
+    def _calls(self, modules: Mapping[str, Any], moved: Callable[[Any], Any], suffix: str) -> dict[str, Any]:
+        """The modules that a node is from in another unit, one object for all nodes there that are from the same."""
+        if (same := self._same.get(id(modules))) is None:
+            same = self._same[id(modules)] = self._equal.setdefault(tuple(modules.items()), len(self._equal))
+        if (calls := self._moved.get((same, suffix))) is None:
+            named = {call: (moved(path), path, kind) for call, (path, kind) in modules.items()}
+            # A call of a copied layer is another one.
+            calls = {call if new == old else call + suffix: (new, kind) for call, (new, old, kind) in named.items()}
+            self._moved[same, suffix] = calls
+        return calls
 
 
 _OF = (ir.Gradient, ir.Mutation)
@@ -359,6 +376,7 @@ class _Names:
         return f"{kind}_{number}" if number else kind
 
 
+@lru_cache(1 << 14)  # of a unit's nodes, for every unit
 def _split(name: str) -> tuple[str, int]:
     """A name without its number, and that; inputs of a graph without gradients have it in the middle."""
     if argument := re.fullmatch(r"arg(\d+)_1", name):

@@ -21,6 +21,8 @@ from shardgraph.mesh import Mesh, size_along
 Rule = Callable[..., Any]
 _RULES: dict[Any, Rule] = {}
 R = TypeVar("R", bound=Rule)
+Make = Callable[[list[torch.Tensor]], Any]
+"""Makes a value of the operands of an operation."""
 
 
 def fake(target: Any) -> Callable[[R], R]:
@@ -46,51 +48,37 @@ class Propagation:
 
     fake_mode: Any
     mesh: Mesh
-    _made: dict[Any, Callable[[list[torch.Tensor]], Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _made: dict[Any, Make] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The result of ``target`` for arguments in which nodes stand for their values."""
-        operands = pytree.tree_map_only(fx.Node, lambda node: self.fake(node.meta["val"]), (args, kwargs))
         if target is operator.getitem:
-            return self._run(target, *operands)
-        leaves, spec = pytree.tree_flatten(operands)
+            return self._run(target, *self._operands(args, kwargs))
+        if kwargs or any(isinstance(arg, (list, tuple, dict)) for arg in args):
+            leaves, spec = pytree.tree_flatten(self._operands(args, kwargs))
+        else:  # most calls: each argument is a leaf
+            leaves, spec = [self._operand(arg) for arg in args], None
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not all(map(_is_known, leaves)):  # a number that is read from a tensor cannot be compared
-            return self._run(target, *operands)
+            return self._run(target, *self._operands(args, kwargs))
         key = target, spec, tuple([_placed(leaf, tensors) for leaf in leaves])
         if key in self._made:
             return self._made[key](tensors)
-        value = self._run(target, *operands)
-        if (again := self._again(value, tensors)) is not None:
-            self._made[key] = again
+        value = self._run(target, *self._operands(args, kwargs))
+        if (make := again(self.fake_mode, value, tensors)) is not None:
+            self._made[key] = make
         return value
+
+    def _operand(self, arg: Any) -> Any:
+        return self.fake(arg.meta["val"]) if isinstance(arg, fx.Node) else arg
+
+    def _operands(self, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map_only(fx.Node, self._operand, (args, kwargs))
 
     def _run(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self.fake_mode, torch_api.no_autocast():
             rule = _RULES.get(target)
             return target(*args, **kwargs) if rule is None else rule(self.ranks, *args, **kwargs)
-
-    def _again(self, value: Any, operands: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any] | None:
-        """What makes the same of other operands, in memory of theirs where ``value`` is in theirs; None if nothing."""
-        leaves, spec = pytree.tree_flatten(value)
-        if not all(torch_api.is_plain_fake(leaf) for leaf in leaves):
-            return None
-        memories = [leaf.untyped_storage()._cdata for leaf in (*operands, *leaves)]
-        own = memories[len(operands) :]
-        places = [(memories.index(each), leaf) for each, leaf in zip(own, leaves, strict=True)]
-
-        def make(others: list[torch.Tensor]) -> Any:
-            storages = {place: other.untyped_storage() for place, other in enumerate(others)}
-            for place, leaf in places:
-                if place not in storages:
-                    storages[place] = torch_api.meta_memory(leaf.untyped_storage().nbytes())
-            return pytree.tree_unflatten(
-                [torch_api.fake_like(self.fake_mode, storages[place], leaf) for place, leaf in places], spec
-            )
-
-        return make
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """A contiguous value of the given shape, otherwise like ``like``."""
@@ -107,6 +95,26 @@ class Propagation:
     def ranks(self, axis: str) -> int:
         """The number of ranks along an axis, or along several together."""
         return size_along(self.mesh, axis)
+
+
+def again(mode: Any, value: Any, operands: list[torch.Tensor]) -> Make | None:
+    """What makes a value like ``value``, of fake tensors of ``mode``, of other operands that are laid out as those that
+    it was made of; in memory of theirs where ``value`` is in theirs. None if there is more to it than a layout."""
+    leaves, spec = pytree.tree_flatten(value)
+    if not all(torch_api.is_plain_fake(leaf) for leaf in leaves):
+        return None
+    memories = [leaf.untyped_storage()._cdata for leaf in (*operands, *leaves)]
+    own = memories[len(operands) :]
+    places = [(memories.index(each), leaf) for each, leaf in zip(own, leaves, strict=True)]
+
+    def make(others: list[torch.Tensor]) -> Any:
+        storages = {place: other.untyped_storage() for place, other in enumerate(others)}
+        for place, leaf in places:
+            if place not in storages:
+                storages[place] = torch_api.meta_memory(leaf.untyped_storage().nbytes())
+        return pytree.tree_unflatten([torch_api.fake_like(mode, storages[place], leaf) for place, leaf in places], spec)
+
+    return make
 
 
 def _is_known(leaf: Any) -> bool:

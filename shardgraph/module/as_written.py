@@ -42,11 +42,10 @@ class AsWritten:
 
     def intercept(self, model: nn.Module) -> None:
         """From now on, calls of ``model`` and of its submodules that have shards gather them."""
-        for module in model.modules():
-            if any(map(_is_shard, module.parameters())):
-                before = vars(module).get(_RUN)
-                run = before.run if isinstance(before, _Intercepted) else before
-                vars(module)[_RUN] = _Intercepted(self, weakref.ref(module), run)
+        for module in _with_shards(model):
+            before = vars(module).get(_RUN)
+            run = before.run if isinstance(before, _Intercepted) else before
+            vars(module)[_RUN] = _Intercepted(self, weakref.ref(module), run)
 
     def method(self, name: str, bound: Any) -> Callable[..., Any]:
         """A method of the model, in which a parameter that several calls need is gathered once."""
@@ -131,6 +130,21 @@ class _Intercepted:
 
 def _is_shard(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) or parameter.is_meta  # on meta: of another pipeline stage
+
+
+def _with_shards(model: nn.Module) -> set[nn.Module]:
+    """The modules of a model that have shards, or children that do."""
+    parents: dict[nn.Module, list[nn.Module]] = {module: [] for module in model.modules()}
+    for module in parents:
+        for child in module.children():
+            parents[child].append(module)
+    pending = [module for module in parents if any(map(_is_shard, module.parameters(recurse=False)))]
+    found = set(pending)
+    while pending:
+        above = [each for each in parents[pending.pop()] if each not in found]
+        found.update(above)
+        pending += above
+    return found
 
 
 class _Whole(torch.autograd.Function):

@@ -54,7 +54,7 @@ from shardgraph.torch_api.execution import (
     tracer_settings,
     will_accumulate,
 )
-from shardgraph.torch_api.fakes import Fakes, fake_like, is_plain_fake, meta_memory
+from shardgraph.torch_api.fakes import Fakes, fake_like, is_plain_fake, meta_memory, outside_modes
 from shardgraph.torch_api.groups import (
     all_gather,
     group_along,
@@ -70,7 +70,7 @@ from shardgraph.torch_api.groups import (
 from shardgraph.torch_api.guarded_layers import Repeated
 from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.inductor import compile_by_inductor, cxx_compiler_error
-from shardgraph.torch_api.nodes import append_node, parts_of_nodes
+from shardgraph.torch_api.nodes import append_node, is_valid, parts_of_nodes
 from shardgraph.torch_api.optimizers import after_every_step, before_every_step, has_own_step, has_step_hooks
 from shardgraph.torch_api.recorder import GENERATED, communicated
 from shardgraph.torch_api.recurrent import list_weights, read_weights

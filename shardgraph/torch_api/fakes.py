@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,3 +64,9 @@ def is_plain_fake(value: Any) -> bool:
 def meta_memory(nbytes: int) -> torch.UntypedStorage:
     """A storage for fake tensors."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def outside_modes() -> AbstractContextManager[None]:
+    """Within, tensors are made as they are, whatever modes of dispatch are active."""
+    guard: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return guard

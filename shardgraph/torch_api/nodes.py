@@ -25,3 +25,21 @@ def append_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, n
 def parts_of_nodes(graph: fx.Graph) -> list[Any]:
     """Each node of a graph, what it calls, and its arguments, one after the other: equal if nothing of them changed."""
     return [part for node in graph.nodes for part in (node, node.target, node._args, node._kwargs)]
+
+
+def is_valid(gm: fx.GraphModule) -> bool:
+    """Whether ``gm.graph.lint()`` has nothing to say, for sure; without a call for every argument."""
+    graph, count = gm.graph, 0
+    seen, names = set[fx.Node](), set[str]()
+    for node in graph.nodes:
+        op, target = node.op, node.target
+        known = callable(target) if op == "call_function" else op in ("placeholder", "output")
+        if not (known or (op == "get_attr" and hasattr(gm, target))) or node.graph is not graph:
+            return False
+        if not seen.issuperset(node._input_nodes):
+            return False
+        seen.add(node)
+        names.add(node.name)
+        count += 1
+    indexed = sum(map(len, graph._find_nodes_lookup_table.table.values()))
+    return count == len(seen) == len(names) == indexed
