@@ -28,6 +28,9 @@ VIEW = "view"
 _CPU_RATES = {"float64": 1 / 2, "bfloat16": 1 / 4, "float16": 1 / 4, "float8_e4m3fn": 2 / 5}
 """Parts of a CPU's rate in float32: half as many numbers are in a vector, and those of 16 and 8 bits are converted."""
 
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""The dtype of a complex number's two parts. A product of two numbers, and its sum, is one of parts four times over."""
+
 _ALIKE = {"float8_e5m2": "float8_e4m3fn"}
 """Dtypes that are multiplied as fast as others, with which they are."""
 
@@ -168,7 +171,8 @@ class Device:
         """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.
 
         A kind without a rate of its own falls back to a simpler one: attention and convolution to matmul, every kind
-        counted in bytes to pointwise, and on a CPU other dtypes to float32. Views without a rate cost nothing.
+        counted in bytes to pointwise, complex numbers to their parts, and on a CPU other dtypes to float32. Views
+        without a rate cost nothing.
         """
         asked = kind, dtype
         if asked not in self._attained:
@@ -189,6 +193,8 @@ class Device:
             rate = self.rates.get(f"{part}/{dtype}")
             if rate is None and self.is_cpu and dtype in _CPU_RATES and (measured := self.rate(kind, "float32")):
                 return replace(measured, per_second=measured.per_second * _CPU_RATES[dtype])
+            if rate is None and dtype in _PARTS and (measured := self.rate(kind, _PARTS[dtype])):
+                return replace(measured, per_second=measured.per_second / 4)
         else:
             rate, part = self.rates.get(kind, self.rates["pointwise"]), MEMORY
         return rate and replace(rate, per_second=rate.per_second * self.sustained.get(part, 1.0))

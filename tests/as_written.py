@@ -42,6 +42,9 @@ class Retriever(nn.Module):
     def project(self, x: torch.Tensor) -> torch.Tensor:
         return self.encoder(x) @ self.projection
 
+    def reset(self, to: torch.Tensor) -> None:
+        self.projection.copy_(to)
+
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -108,15 +111,20 @@ def calls_of_ranks_that_differ(plan: str) -> bool:
     return torch.equal(sharded.repeatedly(part), original.repeatedly(part))
 
 
-def with_parameters_by_themselves(plan: str) -> tuple[str, float, str]:
-    """What a method that uses a parameter by itself says, its error inside of ``unsharded``, and backward there."""
+def with_parameters_by_themselves(plan: str) -> tuple[float, str, float, str]:
+    """Errors of a method that uses a parameter by itself and of its gradients; what one says that writes a tensor to
+    it; and the same inside of ``unsharded``: the error, and what backward says."""
     sharded, original = pair(plan)
-    part, _ = batch()
-    told = raised(lambda: sharded.project(part))
+    part, whole = batch()
+    for model, x in ((sharded, part), (original, whole)):
+        model.project(x).square().mean().backward()
+    trained = difference(sharded, original, gradients=True)
+    with torch.no_grad():
+        told = raised(lambda: sharded.reset(torch.ones(5, 3, dtype=torch.float64)))
     with sharded.unsharded():
         error = (sharded.project(part) - original.project(part)).abs().max().item()
         refused = raised(lambda: sharded.project(part).sum().backward())
-    return told, error, refused
+    return trained, told, error, refused
 
 
 def written_whole(plan: str) -> tuple[float, float]:

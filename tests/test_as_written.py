@@ -35,9 +35,10 @@ def test_within_a_method_parameters_are_gathered_once_however_often_ranks_need_t
 
 @pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
-def test_a_method_with_a_parameter_by_itself_needs_whole_parameters_and_says_so(plan):
-    for told, error, refused in on_ranks(as_written.with_parameters_by_themselves, args=(plan,)):
-        assert "project() of the model computes with a parameter" in told and "sharded.unsharded()" in told
+def test_a_method_computes_with_a_parameter_by_itself_and_writes_to_it_where_it_is_whole(plan):
+    for trained, told, error, refused in on_ranks(as_written.with_parameters_by_themselves, args=(plan,)):
+        assert trained < EXACT
+        assert "reset() of the model writes to a parameter" in told and "sharded.unsharded()" in told
         assert error == 0
         assert "its gradient would be lost" in refused
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,6 +120,13 @@ def test_a_matmul_takes_as_long_as_its_arithmetic_or_its_memory_whichever_is_slo
 def test_small_work_costs_its_overhead():
     device = Device("d", 1, {}, {"pointwise": Rate(1e9, overhead=1e-5)})
     assert compute.seconds(device, "gather", "float32", 0, 1e3) == pytest.approx(1.1e-5)
+
+
+def test_complex_products_are_four_of_their_parts_unless_they_have_been_measured():
+    device = toy_device()
+    assert device.rate("matmul", "complex64") == device.rate("attention", "complex128") == Rate(1e12 / 4)
+    measured = replace(device, rates={**device.rates, "matmul/complex64": Rate(3e12)})
+    assert measured.rate("attention", "complex64") == Rate(3e12)
 
 
 def test_arithmetic_in_a_dtype_without_a_rate_is_refused_with_those_there_are():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardgraph
 from shardgraph.errors import CaptureError, ModelCheckError
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.mark.parametrize("program", whole_programs.PROGRAMS)
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp", "pp"])
 def test_a_program_gives_the_numbers_of_the_plain_one(plan, program):
-    if (plan, program) == ("pp", "best_state"):
-        pytest.skip("in a pipeline a rank's state is of its stages, and full_state_dict() is what loads")
+    if (plan, program) == ("pp", "losses_in_methods"):
+        pytest.skip("in a pipeline layers are on several ranks, and methods say so")
     for error, unlike in on_ranks(whole_programs.both, 2, args=(program, plan)):
         assert error < 1e-9
         assert unlike == []
@@ -37,6 +37,12 @@ def test_a_loss_with_a_parameter_and_a_hook_without_a_gradient_are_refused():
     for said in on_ranks(whole_programs.refused_after_forward, 2):
         assert "penalty.backward()" in said["loss"]
         assert "register_post_accumulate_grad_hook" in said["hook"]
+
+
+def test_a_rank_of_a_pipeline_loads_its_own_state_and_not_that_of_another():
+    for loaded, said in on_ranks(whole_programs.states_of_stages, 2):
+        assert loaded == ([], [])
+        assert "missing in it" in said and "its own state_dict(), or full_state_dict()" in said
 
 
 def test_a_pipeline_refuses_what_combines_parameters_of_two_stages():
@@ -74,6 +80,14 @@ def _ctc(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_what_a_graph_cannot_have_is_refused_with_what_can_be_done(how, advice):
     with pytest.raises(CaptureError, match=advice):
         shardgraph.compile(Does(how), "single", example_inputs=(torch.randn(3, 4),))
+
+
+def test_a_checkpoint_that_leaves_its_layer_untrained_says_so():
+    def recomputed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(checkpoint(layer, x, use_reentrant=True))
+
+    with pytest.warns(UserWarning, match=r"nothing inside of the checkpoint is trained\s.*checkpoint\(layer, x"):
+        shardgraph.compile(Does(recomputed), "single", example_inputs=(torch.randn(3, 4),))
 
 
 def test_distributions_check_their_arguments_at_each_call():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import shardgraph
 
@@ -285,6 +286,66 @@ def penalty_by_itself(run: Any) -> None:
         run.note(loss=loss)
 
 
+class Tasks(nn.Module):
+    """Two losses that learned widths weigh, and a policy's distribution, in methods that use parameters themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 5)
+        self.widths, self.scale = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trunk(x)
+
+    def weigh(self, *losses: torch.Tensor) -> torch.Tensor:
+        return (torch.exp(-self.widths) * torch.stack(losses) + self.widths).sum()
+
+    def surprise(self, found: torch.Tensor) -> torch.Tensor:
+        return -D.Normal(found[:, :2], self.widths.exp()).log_prob(found[:, 2:4]).mean() * self.scale.exp()
+
+    def penalty(self) -> torch.Tensor:
+        return sum(parameter.norm() for parameter in self.parameters())
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [self.widths, self.scale], "lr": 0.05}, {"params": self.trunk.parameters()}])
+
+
+def losses_in_methods(run: Any) -> None:
+    """Parameters weigh losses outside of forward, in methods of the model."""
+    tasks = run.compile(Tasks(), _batch(0, 8, 6))
+    optimizer = tasks.optimizer()
+    for step in range(3):
+        found = tasks(run.rows(_batch(step, 8, 6)))
+        loss = tasks.weigh(found.square().mean(), found.abs().mean()) + tasks.surprise(found) + 0.1 * tasks.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.note(loss=loss)
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return checkpoint(self.layers[1], self.head(x), use_reentrant=True)
+
+
+def reentrant_checkpoints(run: Any) -> None:
+    """The inputs need no gradient, so that autograd reaches nothing inside of the first checkpoints."""
+    model = run.compile(Recomputed(), _batch(0, 8, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(run.rows(_batch(step, 8, 6))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.note(loss=loss)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -296,6 +357,8 @@ PROGRAMS = {
         hooked_gradients,
         adversarial_inputs,
         penalty_by_itself,
+        losses_in_methods,
+        reentrant_checkpoints,
     )
 }
 
@@ -318,6 +381,16 @@ def refused_after_forward() -> dict[str, str]:
     with model.no_sync():
         said["hook"] = _refusal(lambda: model(x)[0].backward())
     return said
+
+
+def states_of_stages() -> tuple[Any, str]:
+    """What loading a rank's own state returns, and what is said of that of the other stage."""
+    torch.manual_seed(0)
+    model: Any = shardgraph.compile(_layers(), "pp", mesh={"pp": 2}, example_inputs=(torch.randn(8, 6),))
+    mine = model.state_dict()
+    loaded = model.load_state_dict(mine)
+    other = {name: value for name, value in _layers().state_dict().items() if name not in mine}
+    return tuple(loaded), _refusal(lambda: model.load_state_dict(other))
 
 
 def averaged_across_stages() -> str:

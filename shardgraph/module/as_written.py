@@ -9,21 +9,23 @@ do. So all ranks must make the same calls.
 from __future__ import annotations
 
 import functools
+import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.checkpoint import sharded_like
 from shardgraph.module.joining import refuse_inside
-from shardgraph.torch_api import list_weights, local_tensor
+from shardgraph.torch_api import list_weights, local_tensor, pytree
 
 _RUN = "_compiled_call_impl"
 """The attribute of a module that replaces what calling it does, for this instance; torch's copies leave it out."""
@@ -53,13 +55,14 @@ class AsWritten:
         @functools.wraps(bound)
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self._session():
-                    return bound(*args, **kwargs)
+                with self._session(), nullcontext() if self._refusal else _ByThemselves(self):
+                    result = bound(*args, **kwargs)
+                return pytree.tree_map_only(DTensor, self._computed, result)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
                 raise ShardGraphError(
-                    f"{name}() of the model computes with a parameter outside of the call of the module that has it, "
+                    f"{name}() of the model writes to a parameter outside of the call of the module that has it, "
                     f"and the parameter is a shard: call it inside of `with sharded.unsharded():` ({error})"
                 ) from error
 
@@ -75,6 +78,19 @@ class AsWritten:
         refuse_inside(f"{type(module).__name__}, which runs as it is written,")
         with self._session(), self._in_place(module, shards):
             return run()
+
+    def whole(self, shard: DTensor) -> torch.Tensor:
+        """A parameter, or what was computed from some, with backward to its shards."""
+        if not shard.is_leaf:
+            everywhere = [Replicate()] * shard.device_mesh.ndim
+            return _Whole.apply(shard.redistribute(placements=everywhere), self._device)
+        if shard not in self._whole:
+            self._whole[shard] = _Whole.apply(shard, self._device)
+        return self._whole[shard]
+
+    def _computed(self, result: DTensor) -> torch.Tensor:
+        """What a method computed from shards alone, as their norms, is whole for a loss of which it is a part."""
+        return result if result.is_leaf else self.whole(result)
 
     @contextmanager
     def _session(self) -> Iterator[None]:
@@ -95,8 +111,7 @@ class AsWritten:
     def _in_place(self, module: nn.Module, shards: list[Any]) -> Iterator[None]:
         """Whole parameters in the places of a module's and its children's shards."""
         for parameter in shards:
-            if parameter not in self._whole:
-                self._whole[parameter] = _Whole.apply(parameter, self._device)
+            self.whole(parameter)
         replaced: list[tuple[Any, str, Any]] = [
             (holder, key, parameter)
             for holder in module.modules()
@@ -126,6 +141,41 @@ class _Intercepted:
         assert module is not None  # it is being called
         run = module._call_impl if self.run is None else self.run
         return self.as_written.call(module, functools.partial(run, *args, **kwargs))
+
+
+class _ByThemselves(TorchFunctionMode):
+    """Inside, shards are whole for a function that takes them together with other tensors, or that DTensor has not.
+
+    Functions of shards alone are left to DTensor, and so are those that write to them.
+    """
+
+    def __init__(self, as_written: AsWritten) -> None:
+        super().__init__()
+        self._as_written = as_written
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``."""
+        given, kwargs = (args, kwargs or {}), kwargs or {}
+        if torch.compiler.is_compiling() or _writes(func, kwargs):
+            return func(*args, **kwargs)
+        tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
+        if not any(isinstance(each, DTensor) for each in tensors):
+            return func(*args, **kwargs)
+        if all(isinstance(each, DTensor) for each in tensors):
+            try:
+                return func(*args, **kwargs)
+            except NotImplementedError as error:
+                if "sharding strategy" not in str(error):
+                    raise
+        args, kwargs = pytree.tree_map_only(DTensor, self._as_written.whole, given)
+        return func(*args, **kwargs)
+
+
+def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return "out" in kwargs or name in ("__set__", "__setitem__", "backward") or bool(re.search(r"[^_]_$", name))
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -93,17 +93,22 @@ def written_by_first_rank(path: str | Path, write: Callable[[], Any]) -> None:
         )
 
 
-def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> LoadedKeys:
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True, here: Container[str] | None = None
+) -> LoadedKeys:
     """Load unsharded tensors into a sharded module: each rank takes its own shard, without communication.
 
     Values are copied into the existing parameters and buffers, so that optimizers keep working. A value that is a
     DTensor is redistributed to the parameter's placement, which communicates unless it has that placement. One of
-    several tied names is sufficient. Unless ``strict``, missing and unexpected names are ignored and returned.
+    several tied names is sufficient. Unless ``strict``, missing and unexpected names are ignored and returned. Names
+    that are not ``here``, on the ranks of another pipeline stage, may be missing: this rank's state is without them.
 
     Raises:
         CheckpointError: names or shapes do not match the model; nothing has been loaded.
     """
-    own = tensors_of(module)
+    every = tensors_of(module)
+    elsewhere = {name for name in every if here is not None and name not in here}
+    own = {name: tensor for name, tensor in every.items() if name not in elsewhere or name in state}
     check_dtypes(own, state)
     keys, misshapen = compared(own, state)
     if misshapen or (strict and any(keys)):
@@ -111,6 +116,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor], *, stri
             differences(own, state)
             + "\nnothing was loaded: load it into the model that it was saved from"
             + (", or give strict=False to load only what both have" if strict and not misshapen else "")
+            + (". A rank of a pipeline loads its own state_dict(), or full_state_dict()" if elsewhere else "")
         )
     with torch.no_grad():
         for name, value in state.items():

@@ -656,7 +656,8 @@ class ShardedModule(nn.Module):
         if checkpoint.loads_its_own_way(self.original):
             with self.unsharded():
                 return checkpoint.load_as_written(self.original, state_dict, strict)
-        return checkpoint.load_full_state_dict(self, state_dict, strict=strict)
+        here = self._of_stages(dict(checkpoint.tensors_of(self)))
+        return checkpoint.load_full_state_dict(self, state_dict, strict=strict, here=here)
 
     @translated
     @checked(save_directory=PATH)

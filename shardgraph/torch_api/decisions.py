@@ -137,7 +137,7 @@ def _line(tx: Any) -> str:
     return f"{file}:{number}, in {tx.f_code.co_name}:  {linecache.getline(file, number).strip()}"
 
 
-def _users_line(tx: Any) -> str:
+def users_line(tx: Any) -> str:
     """The line that led here outside of torch, whose distributions check their arguments."""
     at = tx
     while at is not None and at.f_code.co_filename.startswith(_TORCH):
@@ -263,4 +263,4 @@ def _check(tx: Any, variable: Any, expected: bool) -> None:
         condition = wrap_fx_proxy(
             tx, tx.output.create_proxy("call_function", torch.logical_not, (condition,), {})
         ).as_proxy()
-    tx.output.create_proxy("call_function", torch._assert_async, (condition, _users_line(tx)), {})
+    tx.output.create_proxy("call_function", torch._assert_async, (condition, users_line(tx)), {})

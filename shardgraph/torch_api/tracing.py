@@ -22,11 +22,14 @@ from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import get_metrics_context
 from torch._dynamo.variables import UserFunctionVariable, user_defined
+from torch._dynamo.variables.ctx_manager import GradModeVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
 from torch.distributions import constraints, kl
 
+from shardgraph.torch_api.decisions import users_line
 from shardgraph.torch_api.guarded_layers import Repeated, unequal
 from shardgraph.torch_api.guards import GUARD_HOOKS, Guards
 from shardgraph.torch_api.stored_guards import guards_data
@@ -62,6 +65,35 @@ def _no_python_draws() -> AbstractContextManager[Any]:
         )
 
     return patch.object(user_defined, "call_random_fn", refuse)
+
+
+class UntrainedWarning(UserWarning):
+    """A checkpoint leaves what is inside without gradients."""
+
+
+def _reentrant_checkpoints() -> AbstractContextManager[Any]:
+    """Inside, ``torch.utils.checkpoint`` with ``use_reentrant=True`` gives the gradients that it gives untraced.
+
+    Of this kind autograd sees the arguments alone: if none needs a gradient, nothing inside gets one. The tracer has the
+    other kind in its place, and is told here that autograd is off.
+    """
+    kind: Any = CheckpointHigherOrderVariable
+    name = "_call_function" if "_call_function" in vars(kind) else "call_function"  # before torch 2.12
+    call = vars(kind)[name]
+
+    def traced(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        reentrant = kwargs.get("use_reentrant")
+        other = reentrant is not None and reentrant.as_python_constant() is False
+        if other or not torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in args[1:]):
+            return call(self, tx, args, kwargs)
+        off = GradModeVariable.create(tx, False, initialized=True)
+        result = call(self, tx, args, kwargs)
+        off.exit(tx)
+        text = f"none of the inputs needs a gradient, so that nothing inside of the checkpoint is trained\n{users_line(tx)}"
+        warnings.warn(f"{text}\n  with use_reentrant=False it is", UntrainedWarning, stacklevel=2)
+        return result
+
+    return patch.object(kind, name, traced)
 
 
 @contextmanager
@@ -129,9 +161,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
         **GUARD_HOOKS,
     )
-    with _quiet(), static, _distributions(), _no_python_draws(), warnings.catch_warnings(record=True) as caught:
+    with _quiet(), static, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with get_metrics_context(), as_compiling():
+        with _distributions(), _no_python_draws(), _reentrant_checkpoints(), get_metrics_context(), as_compiling():
             captured = fullgraph_capture(model, args, kwargs)
         if captured.backend_input is None:
             raise NothingTracedError("forward returns no tensor that it computes")
@@ -143,6 +175,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         bytecode.f_globals = {**vars(builtins), **bytecode.f_globals}
     found = (re.search(r"certain side effects happened.*: (\[.*\])", str(each.message), re.DOTALL) for each in caught)
     written = [name for each in found if each for name in ast.literal_eval(each[1])]
+    for each in caught:
+        if each.category is UntrainedWarning:
+            warnings.warn(each.message, stacklevel=2)
     output = captured.graph_capture_output
     return Trace(
         graph,
