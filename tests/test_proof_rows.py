@@ -85,6 +85,24 @@ def test_what_a_row_gives_with_others_is_refused_by_its_line(of):
         rows(of).raise_if_mixed()
 
 
+def test_bags_that_begin_at_offsets_are_refused_and_those_in_rows_are_not():
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.EmbeddingBag(9, 8, mode="sum")
+
+        def forward(self, offsets: Tensor | None, indices: Tensor) -> Tensor:
+            return self.bags(indices, offsets)
+
+    def found(*call: Tensor | None) -> Rows:
+        return rows_of(capture(Bags(), call, {}, device=torch.device("cpu")))
+
+    offsets = found(torch.arange(0, 8, 2), torch.arange(8))
+    with pytest.raises(ShardGraphError, match=r"where bags begin among the indices.*a row for each bag"):
+        offsets.raise_if_mixed()
+    found(None, torch.arange(8).view(4, 2)).raise_if_mixed()
+
+
 def test_an_operation_of_which_it_is_not_known_is_named_with_its_line():
     (line,) = rows(lambda h: torch.cdist(h, h)).warnings()
     assert "aten._cdist_forward.default at" in line and "test_proof_rows.py:" in line

@@ -346,6 +346,32 @@ def reentrant_checkpoints(run: Any) -> None:
         run.note(loss=loss)
 
 
+class OfCompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5), nn.Linear(5, 1))
+        self.layers[0].compile(backend="eager")
+        self.layers[2] = torch.compile(self.layers[2], backend="eager")  # type: ignore[assignment]
+        self.act = torch.compile(lambda x: F.gelu(x) * 2, backend="eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x
+
+
+def compiled_parts(run: Any) -> None:
+    """Some layers, and a function between them, were given to ``torch.compile``."""
+    model = run.compile(OfCompiled(), _batch(0, 8, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(run.rows(_batch(step, 8, 6))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.note(loss=loss)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -359,6 +385,7 @@ PROGRAMS = {
         penalty_by_itself,
         losses_in_methods,
         reentrant_checkpoints,
+        compiled_parts,
     )
 }
 

@@ -251,7 +251,7 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, device)
     private = _stand_in(model, mode, device, {})
-    with same_kernels(), rewritten(model), mode, torch.no_grad():
+    with same_kernels(), rewritten(model), torch_api.as_written(), mode, torch.no_grad():
         return private(*fake_args, **fake_kwargs)
 
 

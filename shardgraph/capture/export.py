@@ -110,7 +110,7 @@ def export(
     name = type(model).__name__
 
     def call(model: nn.Module, either: bool = False) -> Any:
-        with torch_api.as_compiling(), FusedOperators(), Answered(decisions.answers, either):
+        with torch_api.as_compiling(), torch_api.as_written(), FusedOperators(), Answered(decisions.answers, either):
             return Traced(model, loss_fn)(*args, **kwargs)
 
     def trace(model: nn.Module, effects: Effects, assigned: Set[str]) -> torch_api.Trace:
@@ -289,7 +289,7 @@ def run_as_traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """A call of a model with the functions that its graph has, and the answers that its Python gets when traced."""
     state = random.getstate()
     try:
-        with torch_api.as_compiling(), as_traced(), FusedOperators(), warnings.catch_warnings():
+        with torch_api.as_compiling(), torch_api.as_written(), as_traced(), FusedOperators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return model(*args, **kwargs)
     except Exception as error:  # of the model's own: tracing tells it

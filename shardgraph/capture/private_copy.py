@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardgraph.capture.subclasses import check_tensors
+from shardgraph.torch_api import runs_its_own
 
 _NONE: Mapping[int, torch.Tensor] = {}
 
@@ -30,6 +31,8 @@ def private_copy(model: nn.Module, stand_ins: Mapping[int, torch.Tensor] = _NONE
     for module in modules:
         copied = {key: _deep_copy(value, memo) for key, value in vars(module).items() if key != "_compiled_call_impl"}
         memo[id(module)].__dict__.update(copied)  # without what replaces its call, as torch's own copies
+    for module in modules:
+        runs_its_own(memo[id(module)])
     return memo[id(model)]
 
 

@@ -1,8 +1,8 @@
 """The model's own code on a compiled module's parameters: other methods than forward, submodules, the original itself.
 
 Compiled programs are of ``forward``. Everything else runs as it is written, one operation after the other, on whole
-parameters: a call of a module that holds shards gathers those of the module and of its children for the call. Backward
-through it averages the gradients of whole parameters over all ranks and gives each shard its part, as compiled programs
+parameters: a call of a module that holds shards gathers those of the module and of its children for the call, and a
+method what it uses by itself. Backward through it averages the gradients of whole parameters over all ranks and gives each shard its part, as compiled programs
 do. So all ranks must make the same calls.
 """
 
@@ -57,7 +57,7 @@ class AsWritten:
             try:
                 with self._session(), nullcontext() if self._refusal else _ByThemselves(self):
                     result = bound(*args, **kwargs)
-                return pytree.tree_map_only(DTensor, self._computed, result)
+                return self._returned(result)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" not in str(error):
                     raise
@@ -88,9 +88,11 @@ class AsWritten:
             self._whole[shard] = _Whole.apply(shard, self._device)
         return self._whole[shard]
 
-    def _computed(self, result: DTensor) -> torch.Tensor:
-        """What a method computed from shards alone, as their norms, is whole for a loss of which it is a part."""
-        return result if result.is_leaf else self.whole(result)
+    def _returned(self, result: Any) -> Any:
+        """What a method returns; what it computed from shards alone, as their norms, is whole, to be part of a loss."""
+        if not any(map(_is_computed, pytree.tree_leaves(result))):
+            return result  # the very object
+        return pytree.tree_map_only(_is_computed, self.whole, result)
 
     @contextmanager
     def _session(self) -> Iterator[None]:
@@ -176,6 +178,10 @@ class _ByThemselves(TorchFunctionMode):
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     return "out" in kwargs or name in ("__set__", "__setitem__", "backward") or bool(re.search(r"[^_]_$", name))
+
+
+def _is_computed(value: Any) -> bool:
+    return isinstance(value, DTensor) and not value.is_leaf
 
 
 def _is_shard(parameter: nn.Parameter) -> bool:

@@ -36,6 +36,9 @@ _BY_MICROBATCH = {
 """What is documented to be computed for each microbatch as for a batch."""
 
 
+_BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
+
+
 @dataclass(frozen=True)
 class Rows:
     """``mixed`` are the operations that combine rows of a batch, with the reason; of ``unknown`` it is not known."""
@@ -135,6 +138,11 @@ class _RowTyping(Typing):
             if _is_number(node) or (operands and self.numbers >= set(operands)):
                 self._reduce(node, operands)
                 return None
+            if node.target in _BAGS and _on_rows(known[node.args[2]]):
+                self.mixed[node] = (
+                    "offsets say where bags begin among the indices of the whole batch: give indices as a matrix, with "
+                    "a row for each bag (padding_idx= fills short ones)"
+                )
             if any(_on_rows(held) for held in operands.values()):
                 for number in self.numbers & set(operands):
                     self.mixed[node] = f"it depends on {number.name}, a value of the whole batch"

@@ -88,6 +88,14 @@ from shardgraph.torch_api.strategies import (
     tensor_meta,
 )
 from shardgraph.torch_api.tensors import as_placed, is_viewed, local_tensor, placed, with_strides
-from shardgraph.torch_api.tracing import NothingTracedError, Trace, as_compiling, export_joint, trace
+from shardgraph.torch_api.tracing import (
+    NothingTracedError,
+    Trace,
+    as_compiling,
+    as_written,
+    export_joint,
+    runs_its_own,
+    trace,
+)
 
 DynamoError = dynamo.exc.TorchDynamoException

@@ -117,6 +117,19 @@ def as_compiling() -> AbstractContextManager[Any]:
     return _compiling_state_context() if torch.__version__ >= "2.12" else nullcontext()
 
 
+def as_written() -> AbstractContextManager[Any]:
+    """Inside, what ``torch.compile`` made runs as its Python is written: what it compiled is of real tensors, or would
+    be of fake ones."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def runs_its_own(module: nn.Module) -> None:
+    """Let a copy of what ``torch.compile`` made of a module, attribute by attribute, run the copy's layers."""
+    if isinstance(module, dynamo.OptimizedModule):
+        module._initialize()
+
+
 class Trace(NamedTuple):
     """A traced module as one FX graph of torch calls, in which numbers and shapes are constants.
 
