@@ -45,6 +45,12 @@ def test_a_rank_of_a_pipeline_loads_its_own_state_and_not_that_of_another():
         assert "missing in it" in said and "its own state_dict(), or full_state_dict()" in said
 
 
+def test_a_transformation_is_of_the_original_with_whole_parameters():
+    for said, error, trained in on_ranks(whole_programs.for_each_sample, 2):
+        assert "sharded.unsharded()" in said
+        assert error == 0 and trained
+
+
 def test_a_pipeline_refuses_what_combines_parameters_of_two_stages():
     for said in on_ranks(whole_programs.averaged_across_stages, 2):
         assert "has no values on this rank" in said
@@ -58,7 +64,7 @@ class Does(nn.Module):
         self.layer, self.how = nn.Linear(4, 4), how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.how(self.layer, x)
+        return self.how(self.layer(x)) if isinstance(self.how, nn.Module) else self.how(self.layer, x)
 
 
 def _ctc(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -74,8 +80,9 @@ def _ctc(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (lambda layer, x: layer(x) * random.random(), r"torch\.rand"),
         (_ctc, "log-probabilities"),
         (lambda layer, x: checkpoint_sequential(nn.Sequential(layer, layer), 2, x, use_reentrant=False), "recompute="),
+        (nn.BatchNorm1d(4, momentum=None), "give it a momentum"),
     ],
-    ids=["uniform", "randint", "random", "ctc", "checkpoint_sequential"],
+    ids=["uniform", "randint", "random", "ctc", "checkpoint_sequential", "cumulative batch norm"],
 )
 def test_what_a_graph_cannot_have_is_refused_with_what_can_be_done(how, advice):
     with pytest.raises(CaptureError, match=advice):
@@ -86,7 +93,7 @@ def test_a_checkpoint_that_leaves_its_layer_untrained_says_so():
     def recomputed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(checkpoint(layer, x, use_reentrant=True))
 
-    with pytest.warns(UserWarning, match=r"nothing inside of the checkpoint is trained\s.*checkpoint\(layer, x"):
+    with pytest.warns(UserWarning, match=r"nothing inside of the checkpoint is trained; .*\s.*checkpoint\(layer, x"):
         shardgraph.compile(Does(recomputed), "single", example_inputs=(torch.randn(3, 4),))
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import distributions as D
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import shardgraph
@@ -372,6 +373,30 @@ def compiled_parts(run: Any) -> None:
         run.note(loss=loss)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 5), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.cell(x, state)
+        return self.head(state), state
+
+
+def states_like_parameters(run: Any) -> None:
+    """The first state is made with the dtype and on the device of a parameter."""
+    model = run.compile(Recurrent(), _batch(0, 8, 6), torch.zeros(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = next(model.parameters()).new_zeros(len(run.rows(_batch(0, 8, 6))), 5)
+    for step in range(3):
+        found, state = model(run.rows(_batch(step, 8, 6)), state.detach())
+        loss = found.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.note(loss=loss)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -386,6 +411,7 @@ PROGRAMS = {
         losses_in_methods,
         reentrant_checkpoints,
         compiled_parts,
+        states_like_parameters,
     )
 }
 
@@ -408,6 +434,29 @@ def refused_after_forward() -> dict[str, str]:
     with model.no_sync():
         said["hook"] = _refusal(lambda: model(x)[0].backward())
     return said
+
+
+def for_each_sample() -> tuple[str, float, bool]:
+    """What is said of a gradient for each sample through a compiled module; the error as it advises; and whether the
+    module trains afterwards."""
+    torch.manual_seed(0)
+    original, x = _layers(), torch.randn(4, 6)
+    model: Any = shardgraph.compile(copy.deepcopy(original), "fsdp", progress=False)
+    model(x)
+
+    def of(called: Any, values: Any) -> Any:
+        def loss(values: Any, sample: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = functional_call(called, values, (sample.unsqueeze(0),))
+            return output.square().mean()
+
+        return vmap(grad(loss), in_dims=(None, 0))({name: value.detach() for name, value in values}, x)
+
+    said = _refusal(lambda: of(model, model.named_parameters()))
+    with model.unsharded():
+        found = of(model.original, model.named_parameters())
+    expected = of(original, original.named_parameters())
+    model(x).mean().backward()
+    return said, max((found[k] - expected[k]).abs().max().item() for k in expected), model[0].weight.grad is not None
 
 
 def states_of_stages() -> tuple[Any, str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CaptureError
-from shardgraph.torch_api import Elsewhere, FakeTensor, FunctionalTensor
+from shardgraph.torch_api import Elsewhere, FakeTensor, FunctionalTensor, is_transformed
 
 _OURS = (DTensor, Elsewhere, FakeTensor, FunctionalTensor)  # told elsewhere, or of tracing itself
 
@@ -40,6 +40,16 @@ def check_inputs(leaves: Sequence[Any]) -> None:
                 "compute with plain tensors, which would lose these: give its as_subclass(torch.Tensor), and put what "
                 "it does into forward"
             )
+
+
+def check_transforms() -> None:
+    """Raise CaptureError inside of a transformation of ``torch.func``, whose tensors a program would not see."""
+    if is_transformed():
+        raise CaptureError(
+            "a compiled module is called inside of a transformation of torch.func (vmap, grad, jvp and the like), of "
+            "which its program knows nothing: call the original there, which in `with sharded.unsharded():` has whole "
+            "parameters, as in functional_call(sharded.original, values, inputs)"
+        )
 
 
 def has_operations(value: Any) -> bool:

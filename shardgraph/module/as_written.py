@@ -2,8 +2,8 @@
 
 Compiled programs are of ``forward``. Everything else runs as it is written, one operation after the other, on whole
 parameters: a call of a module that holds shards gathers those of the module and of its children for the call, and a
-method what it uses by itself. Backward through it averages the gradients of whole parameters over all ranks and gives each shard its part, as compiled programs
-do. So all ranks must make the same calls.
+method those that it uses by themselves. Backward through it averages the gradients of whole parameters over all ranks
+and gives each shard its part, as compiled programs do. So all ranks must make the same calls.
 """
 
 from __future__ import annotations

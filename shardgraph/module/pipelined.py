@@ -17,11 +17,12 @@ from shardgraph import torch_api
 from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
 from shardgraph.capture.pytrees import flatten
+from shardgraph.capture.subclasses import check_transforms
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.decided import check_decided_alike
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
-from shardgraph.module.sharded import Setup, ShardedModule
+from shardgraph.module.sharded import Setup, ShardedModule, on_device
 from shardgraph.passes.program import Program
 from shardgraph.plans.declared_stages import declared_owners
 from shardgraph.plans.pipeline_plan import Pipeline
@@ -114,10 +115,11 @@ class PipelinedModule(ShardedModule):
 
     def _work(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None) -> list[Work]:
         """The microbatches of a call; forward alone has one if it cannot be cut, or its outputs cannot be merged."""
+        check_transforms()
         self._watched()
         device, padded = self._state.device, self._padded(args, kwargs)
         flatten(padded)  # so that its types are known
-        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to(device), padded)
+        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else on_device(t, device), padded)
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
         if count > 1:

@@ -23,7 +23,7 @@ from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, ST
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.pytrees import flatten
-from shardgraph.capture.subclasses import check_inputs
+from shardgraph.capture.subclasses import check_inputs, check_transforms
 from shardgraph.emission import saved as emission
 from shardgraph.errors import ArgumentError, ShardGraphError, shown
 from shardgraph.module import checkpoint, local_state, training_step
@@ -525,10 +525,11 @@ class ShardedModule(nn.Module):
 
     def _executor(self, args: Any, kwargs: Any, loss_fn: Callable[..., Any] | None) -> tuple[Any, list[Any]]:
         """What runs the call, and its flattened inputs."""
+        check_transforms()
         self.reshard()
         self._watched()
         leaves, spec = flatten(self._padded(args, kwargs))
-        leaves = [leaf.to(self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves = [on_device(leaf, self._state.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         (executor,) = self._executables([leaves], spec, loss_fn)
         if not self._shared:
             with self._setup.agreement.communicating():
@@ -758,6 +759,14 @@ def module_of(parameter: torch.Tensor) -> ShardedModule:
         f"a parameter of shape {list(parameter.shape)} is not of a compiled module: compile the model first, with "
         "shardgraph.compile or a wrapper of shardgraph.fairscale"
     )
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An input of a call on ``device``; a DTensor that all ranks have whole, as a parameter's ``new_zeros`` may give,
+    is the plain tensor that it is."""
+    if type(tensor) is DTensor and not tensor.requires_grad and all(at.is_replicate() for at in tensor.placements):
+        tensor = torch_api.local_tensor(tensor)
+    return tensor.to(device)
 
 
 def _check_local(leaves: Sequence[Any]) -> None:

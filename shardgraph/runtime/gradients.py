@@ -41,9 +41,9 @@ def check_plain(gradients: Sequence[torch.Tensor | None]) -> None:
     if any(isinstance(gradient, DTensor) for gradient in gradients):
         raise BackwardError(
             "the loss computes with an output of the module and with parameters, which are shards outside of forward: "
-            "compute what needs both in a method of the model, called as sharded.method(output, ...), in forward, or in "
-            "the loss_fn of train_step. A penalty on parameters alone, such as a sum of their norms, can be a method too, "
-            "or be differentiated by itself: loss.backward(), then penalty.backward()"
+            "compute what needs both in a method of the model, called as sharded.method(output, ...), in forward, or "
+            "in the loss_fn of train_step. A penalty on parameters alone, such as a sum of their norms, can be a "
+            "method too, or be differentiated by itself: loss.backward(), then penalty.backward()"
         )
 
 

@@ -46,6 +46,7 @@ from shardgraph.torch_api.execution import (
     differentiated,
     global_hooks,
     is_profiled,
+    is_transformed,
     keep_graph,
     modes_active,
     next_operation,

@@ -33,6 +33,11 @@ ENTER_RANGE = torch.ops.profiler._record_function_enter_new.default
 LEAVE_RANGE = torch.ops.profiler._record_function_exit._RecordFunction
 
 
+def is_transformed() -> bool:
+    """Whether a transformation of ``torch.func``, such as ``vmap``, is under way in this thread."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def is_profiled() -> bool:
     """Whether a profiler of torch records this thread."""
     return bool(torch.autograd._profiler_enabled())

@@ -74,8 +74,8 @@ class UntrainedWarning(UserWarning):
 def _reentrant_checkpoints() -> AbstractContextManager[Any]:
     """Inside, ``torch.utils.checkpoint`` with ``use_reentrant=True`` gives the gradients that it gives untraced.
 
-    Of this kind autograd sees the arguments alone: if none needs a gradient, nothing inside gets one. The tracer has the
-    other kind in its place, and is told here that autograd is off.
+    Of this kind autograd sees the arguments alone: if none needs a gradient, nothing inside gets one. The tracer has
+    the other kind in its place, and is told here that autograd is off.
     """
     kind: Any = CheckpointHigherOrderVariable
     name = "_call_function" if "_call_function" in vars(kind) else "call_function"  # before torch 2.12
@@ -89,8 +89,8 @@ def _reentrant_checkpoints() -> AbstractContextManager[Any]:
         off = GradModeVariable.create(tx, False, initialized=True)
         result = call(self, tx, args, kwargs)
         off.exit(tx)
-        text = f"none of the inputs needs a gradient, so that nothing inside of the checkpoint is trained\n{users_line(tx)}"
-        warnings.warn(f"{text}\n  with use_reentrant=False it is", UntrainedWarning, stacklevel=2)
+        text = "none of the inputs needs a gradient, so that nothing inside of the checkpoint is trained; it is with "
+        warnings.warn(f"{text}use_reentrant=False\n  at {users_line(tx)}", UntrainedWarning, stacklevel=2)
         return result
 
     return patch.object(kind, name, traced)
