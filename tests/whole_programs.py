@@ -299,7 +299,9 @@ class Tasks(nn.Module):
         return self.trunk(x)
 
     def weigh(self, *losses: torch.Tensor) -> torch.Tensor:
-        return (torch.exp(-self.widths) * torch.stack(losses) + self.widths).sum()
+        with torch.no_grad():
+            least = (torch.stack(losses) + self.widths).min()
+        return (torch.exp(-self.widths) * torch.stack(losses) + self.widths).sum() - least
 
     def surprise(self, found: torch.Tensor) -> torch.Tensor:
         return -D.Normal(found[:, :2], self.widths.exp()).log_prob(found[:, 2:4]).mean() * self.scale.exp()

@@ -85,7 +85,8 @@ class AsWritten:
             everywhere = [Replicate()] * shard.device_mesh.ndim
             return _Whole.apply(shard.redistribute(placements=everywhere), self._device)
         if shard not in self._whole:
-            self._whole[shard] = _Whole.apply(shard, self._device)
+            with torch.enable_grad():  # another use in the method may be differentiated
+                self._whole[shard] = _Whole.apply(shard, self._device)
         return self._whole[shard]
 
     def _returned(self, result: Any) -> Any:
@@ -175,9 +176,11 @@ class _ByThemselves(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_WRITING = re.compile(r"[^_]_$|^__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__$|^backward$")
+
+
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    return "out" in kwargs or name in ("__set__", "__setitem__", "backward") or bool(re.search(r"[^_]_$", name))
+    return "out" in kwargs or bool(_WRITING.search(getattr(func, "__name__", "")))
 
 
 def _is_computed(value: Any) -> bool:

@@ -87,8 +87,10 @@ def _reentrant_checkpoints() -> AbstractContextManager[Any]:
         if other or not torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in args[1:]):
             return call(self, tx, args, kwargs)
         off = GradModeVariable.create(tx, False, initialized=True)
-        result = call(self, tx, args, kwargs)
-        off.exit(tx)
+        try:
+            result = call(self, tx, args, kwargs)
+        finally:
+            off.exit(tx)
         text = "none of the inputs needs a gradient, so that nothing inside of the checkpoint is trained; it is with "
         warnings.warn(f"{text}use_reentrant=False\n  at {users_line(tx)}", UntrainedWarning, stacklevel=2)
         return result
