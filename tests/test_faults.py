@@ -29,6 +29,7 @@ SKIPS_CLIPPING = Case(0, "skip", "clip", 1, victim=1, ranks=2, plan="zero2", way
 SKIPS_CLIPPING_OF_A_PIPELINE = replace(SKIPS_CLIPPING, plan="pp", way="plain")
 CUT = Case(0, "cut", "clip", 1, victim=1, ranks=3, plan="fsdp", way="plain", link="ranks")
 WITHOUT_STORE = Case(0, "stall", "save", 0, victim=1, ranks=2, plan="fsdp", way="plain", link="store", seconds=1.0)
+HELD_IN_THE_STORE = replace(WITHOUT_STORE, phase="clip", step=2, plan="pp", way="launch")
 KILLED_AT_FIRST = Case(0, "kill", "compile", 0, victim=1, ranks=2, plan="ddp", way="script", delay=0.02)
 RETURNS_AT_FIRST = Case(0, "return", "compile", 0, victim=0, ranks=2, plan="ddp", way="launch")
 SERVES_THE_STORE = Case(0, "kill", "compile", 0, victim=0, ranks=4, plan="zero2", way="plain")
@@ -90,6 +91,7 @@ def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_fin
     ("case", "told"),
     [
         (WITHOUT_STORE, "rank 1 cannot reach the store of the process group"),
+        (HELD_IN_THE_STORE, "cannot reach the store of the process group"),
         (SKIPS_SAVING, "the ranks are not at the same point: rank 0 at loading a checkpoint; rank 1 at step 2"),
         (FULL, "step 2 could not be saved in"),
     ],

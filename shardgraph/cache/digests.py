@@ -235,11 +235,11 @@ class Digest:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             known = True
-            self.put("attributes", len(attributes))
-            for key, each in attributes.items():
-                if key not in VOLATILE:
-                    self.add(key)
-                    self.add(each)
+            own = {key: each for key, each in attributes.items() if key not in VOLATILE and not _is_derived(kind, key)}
+            self.put("attributes", len(own))
+            for key, each in own.items():
+                self.add(key)
+                self.add(each)
         hidden = (each for each in kind.__mro__[:-1] if each not in _CONTAINERS and not _shows_all(each))
         if not known or next(hidden, None) is not None:
             raise NoDigest(f"a {kind.__module__}.{kind.__qualname__}")
@@ -381,6 +381,16 @@ def _is_of_torch(kind: type) -> bool:
 
 def _is_typing(kind: type) -> bool:
     return kind.__module__ in ("typing", "_typing", "typing_extensions")
+
+
+def _is_derived(kind: type, name: str) -> bool:
+    """Whether an attribute is what a class of this package has computed of its others, and kept."""
+    owner = next((each for each in kind.__mro__ if name in vars(each)), None)
+    return (
+        owner is not None
+        and owner.__module__.startswith("shardgraph.")
+        and type(vars(owner)[name]) is functools.cached_property
+    )
 
 
 def _slots(kind: type) -> Iterator[str]:

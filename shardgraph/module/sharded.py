@@ -442,7 +442,7 @@ class ShardedModule(nn.Module):
         """
         return joined(self, divide_by_initial_world_size, throw_on_early_termination) if enable else nullcontext()
 
-    def join_hook(self, **_: Any) -> Any:
+    def join_hook(self, **kwargs: Any) -> Any:
         """What ``torch.distributed.algorithms.Join`` asks of a module: refused, since ranks without data follow
         steps of optimizers too, which only :meth:`join` knows of."""
         raise ShardGraphError(
