@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shardgraph
@@ -258,7 +258,7 @@ def tensors_of_the_user() -> list[str]:
     buffered = nn.Linear(4, 4)
     buffered.register_buffer("mask", distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     plain = nn.Linear(4, 4)
-    given = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])
+    given = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)])
     for layer, x in ((OwnTensor(mesh), torch.ones(2, 4)), (plain, given), (buffered, torch.ones(2, 4))):
         try:
             shardgraph.compile(layer, "fsdp")(x)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_results_come_in_rank_order_from_ranks_that_share_a_group_but_no_memory(
 
 def test_ranks_share_the_cores(results: list[dict[str, Any]]) -> None:
     assert {result["threads"] for result in results} == {max(1, len(os.sched_getaffinity(0)) // 2)}
+
+
+def _leave_a_pool() -> int:
+    return ThreadPoolExecutor(1).submit(dist.get_rank).result()
+
+
+def test_a_pool_of_threads_that_a_rank_leaves_behind_holds_nobody_up() -> None:
+    assert shardgraph.launch(_leave_a_pool, 2, timeout=60) == [0, 1]
 
 
 def test_ranks_do_not_launch(results: list[dict[str, Any]]) -> None:

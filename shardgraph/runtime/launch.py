@@ -35,6 +35,7 @@ from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError, RankFailedError
 from shardgraph.runtime import watch
 from shardgraph.runtime.start_again import StartAgain, tell
+from shardgraph.runtime.watch.place import is_save
 from shardgraph.torch_api import innermost_store, own_connection, recorded_connections
 
 _GRACE = 5.0  # seconds for the other ranks to end after one has failed
@@ -281,7 +282,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
             result = fn(*args)
         except StartAgain as ended:
             result = ended
-        _wait_for_threads()
+        _wait_for_saves()
         torch.save(result, folder / f"{rank}.result")
         watch.leave("has ended: its function returned")
         if dist.is_initialized():
@@ -331,10 +332,10 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait_for_threads() -> None:
-    """Wait for what the end of the process waits for anyway: a save that is under way communicates in the groups."""
+def _wait_for_saves() -> None:
+    """A save that is under way communicates in the groups. Other threads, as of a pool, may wait for the very end."""
     for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
+        if is_save(thread):
             thread.join()
 
 
