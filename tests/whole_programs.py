@@ -70,6 +70,13 @@ class Sharded(Plain):
         super().note(**values)
 
 
+def _step(run: Any, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    run.note(loss=loss)
+
+
 def _whole_state(model: Any) -> dict[str, torch.Tensor]:
     state = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
     return {name: tensor.detach().clone() for name, tensor in state.items()}
@@ -149,10 +156,7 @@ def proximal_policy(run: Any) -> None:
         ratio = (new - old).exp()
         gained = torch.min(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)).mean()
         loss = 0.5 * F.mse_loss(value, returns) - gained - 0.01 * entropy.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 class Coder(nn.Module):
@@ -175,10 +179,7 @@ def variational(run: Any) -> None:
         x, noise = run.rows(_batch(step, 8, 6), _batch(10 + step, 8, 4))
         again, divergence = coder(x, noise)
         loss = F.mse_loss(again, x) + 0.1 * divergence.mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 @dataclass
@@ -209,10 +210,7 @@ def batches_of_a_class(run: Any) -> None:
     for step in range(4):
         x, mask = run.rows(_batch(step, 8, 6), (_batch(20 + step, 8, 6) > 0).double())
         loss = model(Batch(x, "train" if step < 3 else "last", mask if step % 2 else None)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 def _layers() -> nn.Sequential:
@@ -225,10 +223,7 @@ def best_state(run: Any) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
         loss = model(run.rows(_batch(step, 8, 6))).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
         if step == 1:
             best = copy.deepcopy(model.state_dict())
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -268,10 +263,7 @@ def adversarial_inputs(run: Any) -> None:
         x = run.rows(_batch(step, 8, 6)).clone().requires_grad_()
         (towards,) = torch.autograd.grad(model(x).square().sum(), x)
         loss = model(x.detach() + 0.1 * towards.sign()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 def penalty_by_itself(run: Any) -> None:
@@ -320,10 +312,7 @@ def losses_in_methods(run: Any) -> None:
     for step in range(3):
         found = tasks(run.rows(_batch(step, 8, 6)))
         loss = tasks.weigh(found.square().mean(), found.abs().mean()) + tasks.surprise(found) + 0.1 * tasks.penalty()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 class Recomputed(nn.Module):
@@ -343,10 +332,7 @@ def reentrant_checkpoints(run: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         loss = model(run.rows(_batch(step, 8, 6))).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 class OfCompiled(nn.Module):
@@ -369,10 +355,7 @@ def compiled_parts(run: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         loss = model(run.rows(_batch(step, 8, 6))).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 class Recurrent(nn.Module):
@@ -393,10 +376,7 @@ def states_like_parameters(run: Any) -> None:
     for step in range(3):
         found, state = model(run.rows(_batch(step, 8, 6)), state.detach())
         loss = found.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.note(loss=loss)
+        _step(run, optimizer, loss)
 
 
 PROGRAMS = {

@@ -91,15 +91,14 @@ def emit(
             "loss_fn(output, target) and a target go together, and one was given without the other: give both "
             "loss_fn=... and example_kwargs={..., 'target': ...}, or neither for a loss that the training loop computes"
         )
-    loss = loss_fn
     # As compile decides it, for the call itself: a plan's placements depend on what is returned.
-    asked = question.about(example_inputs, kwargs, own_loss if loss is None and question.plan.pipeline else loss)
+    asked = question.about(example_inputs, kwargs, own_loss if loss_fn is None and question.plan.pipeline else loss_fn)
     decided = answer(asked, captures)
     try:
-        question = question.about(example_inputs, kwargs, loss or own_loss).settled(decided)
+        question = question.about(example_inputs, kwargs, loss_fn or own_loss).settled(decided)
         joint = captures.take(question.captured, decided)
     except NoLossError:
-        if loss is not None or question.plan.pipeline is not None:
+        if loss_fn is not None or question.plan.pipeline is not None:
             raise
         question = asked.settled(decided)
         joint = captures.take(question.captured, decided)

@@ -305,9 +305,11 @@ class Watcher:
         if now.mark == self._held:
             self._send({"held": True})
             return
-        if waited > _INTERRUPT and now.absent:  # inside of the store, no signal is heard
+        if waited <= _INTERRUPT:
+            return
+        if now.absent:  # inside of the store, no signal is heard
             torch_api.break_store()
-        if waited > _INTERRUPT and _SIGNAL is not None:
+        if _SIGNAL is not None:
             main = threading.main_thread()
             if main.ident is not None and signal.getsignal(_SIGNAL) == self._interrupted:
                 signal.pthread_kill(main.ident, _SIGNAL)
