@@ -39,6 +39,7 @@ def run(
     return [tuple(json.loads(line)) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.quick("kill")
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_a_job_goes_on_without_the_rank_that_failed(tmp_path, how):
     done = run(tmp_path, 8, 3, {3: (6, 1, how)})
@@ -70,6 +71,7 @@ def test_new_ranks_join_a_job_after_its_next_checkpoint(tmp_path):
     assert all(loss == pytest.approx(expected[step], rel=1e-4) for step, _, loss in done)
 
 
+@pytest.mark.quick("3-*")
 @pytest.mark.parametrize(("ranks", "plans"), [(3, {3: "ddp", 2: "ddp"}), (4, {4: "hsdp", 3: "zero1"})])
 def test_one_step_is_done_again_where_each_is_saved_in_memory(tmp_path, ranks, plans):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:

@@ -61,12 +61,14 @@ def test_ranks_that_wait_for_a_late_one_at_a_save_do_not_wait_for_each_other() -
     assert outcome.finished == 3, outcome.output
 
 
+@pytest.mark.quick("kill1", "return")
 @pytest.mark.parametrize("case", [KILLED_AT_FIRST, SERVES_THE_STORE, RETURNS_AT_FIRST], ids=lambda case: case.kind)
 def test_a_rank_that_ends_in_the_first_moments_of_compile_is_told(case: Case) -> None:
     outcome = run(case)
     assert not outcome.problem and outcome.took < LIMIT
 
 
+@pytest.mark.quick("zero2")
 @pytest.mark.parametrize("case", [SKIPS_CLIPPING, SKIPS_CLIPPING_OF_A_PIPELINE], ids=lambda case: case.plan)
 def test_a_rank_that_leaves_out_a_collective_is_told_with_the_places_of_both(case: Case) -> None:
     outcome = run(case)
@@ -87,6 +89,7 @@ def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_fin
     assert "rank 1 raised _Injected: injected at save (job.py:" in outcome.output
 
 
+@pytest.mark.quick("case0-*", "case3-*")
 @pytest.mark.parametrize(
     ("case", "told"),
     [
@@ -209,6 +212,7 @@ def _wait_of_groups() -> list[float]:
     return [wait_of(group).total_seconds() for group in sharded.mesh.get_all_groups()]
 
 
+@pytest.mark.quick("_other_mesh*")
 @pytest.mark.parametrize(("fn", "line"), [(_other_mesh, "-mesh: {b: 2}"), (_other_version, "shardgraph 0.0.9")])
 def test_ranks_agree_on_mesh_and_versions_before_they_make_groups(fn, line) -> None:
     started = time.monotonic()

@@ -81,6 +81,18 @@ CHANGES: dict[str, Callable[[Reads], Any]] = {
 }
 
 
+@pytest.mark.quick(
+    "a number",
+    "a tensor to none",
+    "a buffer of another dtype",
+    "a buffer of another shape",
+    "a hook before a submodule",
+    "a tensor in a list",
+    "a submodule",
+    "a value in a dictionary",
+    "a function",
+    "an attribute that was not there",
+)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_next_call_sees_a_change_of_what_forward_reads(change):
     model = Reads()
@@ -111,6 +123,7 @@ def test_the_next_call_sees_a_hook_of_all_modules(request):
     torch.testing.assert_close(sharded(X), before * 2)
 
 
+@pytest.mark.quick("a number")
 @pytest.mark.parametrize("value", [2.5, torch.full((4,), 3.0)], ids=["a number", "a tensor"])
 def test_the_next_call_sees_a_change_of_a_global(monkeypatch, value):
     model = Reads()

@@ -21,7 +21,7 @@ EXACT = 1e-11  # double precision; what is left is the order of sums
 # -- recurrent layers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("lstm with projections-fsdp", "gru-tp", "rnn with relu-fsdp+tp", "positions first-pp")
+@pytest.mark.quick("gru-tp", "rnn with relu-fsdp+tp")
 @pytest.mark.parametrize("plan", ["ddp", "zero2", "fsdp", "tp", "fsdp+tp", "pp"])
 @pytest.mark.parametrize("name", [*recurrent.KINDS, "positions first"])
 def test_recurrent_layers_train_as_the_original(name, plan):
@@ -51,6 +51,7 @@ def test_dropout_between_recurrent_layers_drops_what_the_original_drops():
     torch.testing.assert_close(*losses)
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_a_recurrent_model_is_found_and_priced():
     model, call = recurrent.make("rnn with relu")
     plan = shardgraph.plan(model, example_inputs=call, cluster="H100", devices=2)
@@ -77,6 +78,7 @@ def test_packed_sequences_are_refused_with_their_line_and_what_to_do():
         shardgraph.compile(Packed(), "single", example_inputs=call, progress=False)
 
 
+@pytest.mark.quick("parametrization")
 @pytest.mark.parametrize("how", [nn.utils.weight_norm, parametrizations.weight_norm], ids=["hooks", "parametrization"])
 def test_a_recurrent_layer_that_computes_a_weight_is_refused_and_its_cell_is_not(how):
     layers = how(nn.GRU(4, 5), "weight_hh_l0")
@@ -96,7 +98,7 @@ def test_a_long_sequence_is_told_to_be_written_out(monkeypatch):
 # -- weights that are computed -----------------------------------------------------------------------------
 
 
-@pytest.mark.quick("*-fsdp")
+@pytest.mark.quick("weight_norm of hooks-fsdp", "spectral_norm-fsdp", "orthogonal-fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
 @pytest.mark.parametrize("name", layers.REPARAMETRIZED)
 def test_a_weight_that_is_computed_at_every_call_is_that_of_the_original(name, plan):

@@ -31,6 +31,7 @@ BODIES = {
 }
 
 
+@pytest.mark.quick("softplus", "a loss")
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_a_view_of_a_result_that_is_laid_out_otherwise_is_of_the_same_elements(body):
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
 def test_each_way_to_ask_for_gradients_gives_those_of_the_original_and_no_others(plan):
     for errors in on_ranks(leaf_gradients.errors_by_way, 2, args=(plan,)):

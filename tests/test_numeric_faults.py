@@ -28,6 +28,7 @@ def found(*args: Any) -> Any:
     return first
 
 
+@pytest.mark.quick("logarithm-*", "overflow-*-fsdp", "masked away-*-fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("kind", "value", "operation", "text", "graph"),

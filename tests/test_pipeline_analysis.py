@@ -100,6 +100,7 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     assert "gradients of weights" in drawn
 
 
+@pytest.mark.quick("1f1b-300", "zbv-5000")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("schedule", "vocabulary"),

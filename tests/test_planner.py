@@ -35,6 +35,7 @@ def chosen(memory: int = GIB, nodes: int = 1) -> Plan:
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_less_memory_more_is_sharded_or_computed_again():
     everything = {each.name: each.memory for each in chosen().considered}
     assert everything["fsdp"] < everything["ddp"]

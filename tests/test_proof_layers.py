@@ -96,6 +96,7 @@ FAULTS: list[Callable[[Program, int], None]] = [
 ]
 
 
+@pytest.mark.quick("*-10")
 @pytest.mark.parametrize("number", [2, LAYERS - 2])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("plan", "mesh"), PLANS)

@@ -54,6 +54,7 @@ def verified(name: str, plan: str, mesh: dict[str, int], pipeline: Pipeline, row
 # -- equal to the unsharded model ------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("odd-mlp", "unet")
 @pytest.mark.parametrize("name", ["odd-mlp", "unet", "conv-batch-norm", pytest.param("t5", marks=pytest.mark.slow)])
 def test_stages_compute_what_the_model_does(name):
     verified(name, "pp", {"pp": 3}, Pipeline(4)).raise_if_failed()

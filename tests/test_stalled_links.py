@@ -72,6 +72,7 @@ def _step(rows: int, backward: bool) -> tuple[float, float]:
     return took, max(each.abs().max().item() for each in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "backward"), [(600, False), pytest.param(1200, True, marks=SLOW)])
 def test_a_slow_connection_is_waited_for(rows: int, backward: bool) -> None:
     standing.end_all()

@@ -25,6 +25,7 @@ verifying = importlib.import_module("shardgraph.api.verify")
 IMAGE, VECTOR = (3, 5, 5), (7,)
 
 
+@pytest.mark.quick("fsdp-*", "zero2-*", "ddp-*-bare")
 @pytest.mark.parametrize(
     ("plan", "mesh", "shape", "options", "kind"),
     [
@@ -139,6 +140,7 @@ def test_in_a_pipeline_it_is_refused():
         )
 
 
+@pytest.mark.slow
 def test_verify_finds_every_mistake_of_the_pass():
     case = Case("synchronized", "ddp", (("dp", 2),))
     model = model_of(VECTOR)

@@ -17,6 +17,7 @@ EXACT = 1e-9  # double precision
 AT_ONCE = 20.0  # seconds, on a busy machine: what is not at once takes 300
 
 
+@pytest.mark.quick("ddp", "fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ranks_with_unlike_batches_train_as_the_unsharded_model_and_as_ddp_and_fsdp2(plan):
     for errors in on_ranks(uneven.unlike_batches, 2, args=(plan,)):
@@ -29,6 +30,7 @@ def test_ranks_with_unlike_batches_train_under_hybrid_sharding():
         assert max(errors.values()) < EXACT, errors
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_losses_of_unlike_batches_may_count_by_their_elements(plan):
     assert max(on_ranks(uneven.weighted_by_rows, 2, args=(plan,))) < EXACT
@@ -56,6 +58,7 @@ def test_a_synchronized_batch_norm_counts_the_rows_of_each_rank():
     assert max(on_ranks(uneven.synchronized_batch_norm)) < EXACT
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_ranks_that_use_other_parameters_of_one_shape_are_told_so(plan):
     for told, seconds in shardgraph.launch(uneven.other_parameters, 2, args=(plan,), timeout=90):
@@ -63,6 +66,7 @@ def test_ranks_that_use_other_parameters_of_one_shape_are_told_so(plan):
         assert seconds < AT_ONCE
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("known", [True, False])
 def test_ranks_that_share_batches_are_told_at_once_of_another_size(known):
     for told, seconds in shardgraph.launch(uneven.unlike_batches_that_are_shared, 2, args=(known,), timeout=90):
@@ -93,6 +97,7 @@ def test_a_rank_that_evaluates_while_others_train_is_told_at_once():
 # -- ranks with unequally many batches -------------------------------------------------------------------------
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ranks_with_unequally_many_batches_train_inside_of_join_as_ddp_does(plan):
     for errors in on_ranks(uneven.unequally_many, 2, args=(plan,)):

@@ -10,6 +10,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
+@pytest.mark.quick("ddp-full-0", "zero2-full-256", "fsdp-none-256", "fsdp-full-1048576")
 @pytest.mark.parametrize(
     ("plan", "recompute", "bucket"),
     [
@@ -28,6 +29,7 @@ def test_no_parameter_changes_before_its_last_reader_whatever_is_gathered_and_re
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])  # under zero2 the peak is before backward, of all parameters
 def test_gradients_are_freed_in_backward_as_predicted(plan):
     for found in on_ranks(early_updates.peaks, 2, args=(plan,)):

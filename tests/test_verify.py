@@ -22,7 +22,7 @@ PLANS = ["ddp", "zero1", "zero2", "fsdp"]
 LONG = ("gpt2", "bert", "vit", "t5", "mixtral")  # models whose verification takes ten seconds or more
 
 
-@pytest.mark.quick("*-3")
+@pytest.mark.quick("odd-mlp-*-3", "conv-batch-norm-fsdp-3", "tied-transformer-fsdp-3", "tied-transformer-zero2-3")
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer"])

@@ -11,6 +11,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
+@pytest.mark.quick("fsdp-*")
 @pytest.mark.parametrize(("plan", "bucket"), [("fsdp", 1 << 20), ("ddp", 0)])
 def test_every_optimizer_gives_the_weights_of_the_unsharded_one_clipped_and_under_a_schedule(plan, bucket):
     for errors in on_ranks(whole_steps.errors_by_optimizer, 2, args=(plan, bucket)):
@@ -18,6 +19,7 @@ def test_every_optimizer_gives_the_weights_of_the_unsharded_one_clipped_and_unde
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.quick("zero2-2", "fsdp+tp-4")
 @pytest.mark.parametrize(("plan", "ranks"), [("zero1", 2), ("zero2", 2), ("tp", 2), ("hsdp", 4), ("fsdp+tp", 4)])
 def test_every_plan_gives_the_weights_of_the_unsharded_model(plan, ranks):
     for error in on_ranks(whole_steps.error_of_plan, ranks, args=(plan,)):
@@ -63,6 +65,7 @@ def test_groups_whose_parameters_alternate_take_a_kernel_each():
     assert on_ranks(whole_steps.kernels_of_groups, 2) == [2, 2]
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "ddp"])
 def test_a_whole_step_takes_more_memory_than_one_taken_apart_only_for_an_update_of_a_megabyte(plan):
     for found in on_ranks(whole_steps.peaks, 2, args=(plan,)):
