@@ -39,6 +39,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
+from benchmarks.lion import Lion
 from benchmarks.training_jobs import JOBS
 from shardgraph.plans.presets import preset as preset_of
 
@@ -49,6 +50,7 @@ CONTENDERS = [
     "DDP",
     "one rank",
 ]
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "lion": Lion}
 COMPILED = [f"{name} by inductor" for name in CONTENDERS if not name.endswith(" by step")]
 
 
@@ -90,7 +92,7 @@ class Contender:
     def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
         self.name, self.options, self.device = name, options, device
         self.model = build(name, options, device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = OPTIMIZERS[options.optimizer](self.model.parameters(), lr=1e-3)
         self.times: list[float] = []
         self.losses: list[float] = []
         self.whole = name.removesuffix(" by inductor").endswith(" by step")
@@ -222,6 +224,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--job", default="llama", choices=JOBS)
+    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     parser.add_argument(
         "--contenders",
         nargs="+",

@@ -99,8 +99,14 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Mine(optim.SGD):
-    """A subclass, whose step could be anything."""
+class Normed(optim.SGD):
+    """A subclass that computes with more than elements."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        super().step(closure)
 
 
 def operands() -> dict[str, bool]:
@@ -116,7 +122,7 @@ def operands() -> dict[str, bool]:
 
     return {
         "step": watched(optim.SGD(sharded.parameters(), lr=0.1)),
-        "subclass": watched(Mine(sharded.parameters(), lr=0.1)),
+        "subclass": watched(Normed(sharded.parameters(), lr=0.1)),
         "closure": watched(optim.SGD(sharded.parameters(), lr=0.1), lambda: None),
         "foreign parameter": watched(optim.SGD([*sharded.parameters(), foreign], lr=0.1)),
     }

@@ -1,8 +1,9 @@
 """An optimizer's step on parameters that lie side by side: one flat tensor for all of them, as if it were a parameter.
 
-torch's classes that compute element by element (:mod:`shardgraph.module.local_step`) give the same numbers for many
-parameters in one tensor as for each alone. So a step takes as many kernels for a bucket as for one parameter, and no
-Python for each. The arithmetic is torch's own, of the optimizer's own implementation (``foreach``, ``fused``).
+Classes that compute element by element, torch's (:mod:`shardgraph.module.local_step`) and those of users for which that
+can be shown (:mod:`shardgraph.module.by_element`), give the same numbers for many parameters in one tensor as for each
+alone. So a step takes as many kernels for a bucket as for one parameter, and no Python for each. The arithmetic is the
+optimizer's own, in the implementation that it has chosen (``foreach``, ``fused``).
 
 The optimizer stays the owner of its state: ``optimizer.state`` has every parameter with tensors of its own, which are
 views of the flat ones, and ``step`` and the like a number for each.
@@ -10,11 +11,13 @@ views of the flat ones, and ``step`` and the like a number for each.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, groupby
 from operator import is_, methodcaller
 from typing import Any
@@ -25,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
+from shardgraph.module.by_element import STEPS, Kind, NotByElementError, Scalar, Watched
 from shardgraph.runtime.executor import State
 from shardgraph.runtime.side_by_side import packed, view_of
 from shardgraph.torch_api import local_tensor
@@ -34,6 +38,7 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 _values = methodcaller("values")
+log = logging.getLogger(__name__)
 
 
 _ALIGNED = 16
@@ -97,6 +102,7 @@ class FlatUpdate:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self.in_parts = True  # whether the step may be called for some runs after others
         self.runs: list[Run] = []
         self.run_of: dict[str, Run] = {}  # by parameter
         self.memory: tuple[bool, frozenset[int]] | None = None  # what others know of that of parameters in these runs
@@ -120,6 +126,12 @@ class FlatUpdate:
         assert optimizer is not None
         return optimizer
 
+    @cached_property
+    def watched(self) -> Watched | None:
+        """What is known of its step, if it is of a class of a user's own."""
+        own = STEPS.get(type(self.optimizer))
+        return None if own is None else Watched(self.optimizer, own)
+
     def prepare(
         self, names: Iterable[str], state: State, address: Callable[[str], int], least: int = UPDATED_TOGETHER
     ) -> None:
@@ -129,15 +141,38 @@ class FlatUpdate:
         are not beside others yet are stored in the order of the ``address`` of their gradients.
 
         Raises:
-            NotFlatError: the optimizer has state that does not go with the elements of parameters.
+            NotFlatError: the optimizer has state that does not go with the elements of parameters, or is one of a
+                user's own for which that cannot be shown.
         """
+        if self.watched is not None and self.watched.reason:
+            raise NotFlatError
         names, parameters = tuple(names), state.layout.parameters
         given = names, least
         _store(names, address, self.optimizer, state)
         as_before = given == self._given and parameters is self._parameters and self._same(self._found())
         self._stateful = len(self.optimizer.state)
-        if as_before and all(map(_follow_numbers, self.runs)):
-            return
+        if not as_before or not all(map(_follow_numbers, self.runs)):
+            self._find_runs(names, given, state)
+        if self.watched is not None:
+            self._watch(self.watched)
+
+    def _watch(self, watched: Watched) -> None:
+        """Have the next step of a user's own optimizer checked.
+
+        Raises:
+            NotFlatError: it cannot be shown to compute element by element.
+        """
+        kinds: Counter[Kind] = Counter()
+        for run in self.runs:
+            kinds[Kind(run.group, run.twin.dtype, run.twin.device, tuple(_described(run.state)))] += len(run.names)
+        try:
+            self.in_parts = watched.check(self.optimizer, kinds)
+        except NotByElementError as error:
+            log.info("%s steps on each parameter as it is: %s", type(self.optimizer).__name__, error)
+            raise NotFlatError from error
+
+    def _find_runs(self, names: Sequence[str], given: tuple[Any, ...], state: State) -> None:
+        parameters, least = state.layout.parameters, given[-1]
         self.runs, self.run_of, self.memory = [], {}, None
         self._given, self._parameters = given, parameters
         fqns = {id(state.layout.parameter(fqn)): fqn for fqn in names}
@@ -172,7 +207,7 @@ class FlatUpdate:
         optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in runs if run.state})
         for i, (group, _, foreach) in enumerate(before):
             group["params"] = [run.twin for run in runs if run.group == i]
-            if "foreach" in group and foreach is None and not group.get("fused"):
+            if "foreach" in group and foreach is None and not group.get("fused") and self.watched is None:
                 group["foreach"] = False  # as on shards
         for run in runs:
             run.gather()
@@ -183,7 +218,7 @@ class FlatUpdate:
             flat, optimizer.state = optimizer.state, whole
             for group, parameters, foreach in before:
                 group["params"] = parameters
-                if "foreach" in group:
+                if "foreach" in group and self.watched is None:
                     group["foreach"] = foreach
             for run in runs:
                 run.twin.grad = None
@@ -232,9 +267,11 @@ class FlatUpdate:
     def _kind(self, parameter: nn.Parameter, group: int) -> tuple[Any, ...]:
         """What parameters of a run have in common."""
         state, shard = self.optimizer.state.get(parameter) or {}, local_tensor(parameter)
+        if self.watched is not None and (not shard.dim() or shard.is_complex()):
+            raise NotFlatError  # its dtype gives way to that of numbers; its magnitude is rounded by place
         numbers: list[tuple[Any, ...]] = []
         for name, value in state.items():
-            if name in _NUMBERS or not isinstance(value, torch.Tensor):
+            if self._is_number(name, value) or not isinstance(value, torch.Tensor):
                 numbers.append((name, value.item() if isinstance(value, torch.Tensor) else value))
             elif local_tensor(value).shape != shard.shape:
                 raise NotFlatError
@@ -243,6 +280,10 @@ class FlatUpdate:
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
         return group, placements, shard.dtype, shard.device, tuple(numbers)
 
+    def _is_number(self, name: str, value: Any) -> bool:
+        """Whether a tensor of the state is a number of its parameter, whatever shape that has."""
+        return name in _NUMBERS if self.watched is None else isinstance(value, torch.Tensor) and not value.dim()
+
     def _join_state(self, run: Run) -> None:
         """Make the state of a run of those of its parameters, which become views of it."""
         states = [self.optimizer.state.get(parameter) or {} for parameter in run.parameters]
@@ -250,7 +291,7 @@ class FlatUpdate:
             values = [state[name] for state in states]
             if not isinstance(value, torch.Tensor):
                 run.state[name] = value
-            elif name in _NUMBERS:
+            elif self._is_number(name, value):
                 run.state[name] = value.clone()
             else:
                 locals_ = list(map(local_tensor, values))
@@ -278,7 +319,7 @@ class FlatUpdate:
         if not isinstance(value, torch.Tensor):
             for parameter in run.parameters:
                 state[parameter][name] = value
-        elif name in _NUMBERS:
+        elif self._is_number(name, value):
             run.numbers[name] = value.detach().reshape(1).repeat(len(run.parameters))
             run.versions[name] = run.numbers[name]._version
             for parameter, number in zip(run.parameters, run.numbers[name].unbind(), strict=True):
@@ -291,6 +332,14 @@ class FlatUpdate:
                     if isinstance(parameter, DTensor)
                     else own
                 )
+
+
+def _described(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            yield name, value
+        else:
+            yield name, value.dtype if value.dim() else Scalar(value.dtype, value.device, value.item())
 
 
 def _pieces(

@@ -2,9 +2,10 @@
 
 An operation on a DTensor takes tens of microseconds more than one on its shard, and a step is ten of them for each
 parameter: for small parameters that is most of a training step. torch's classes whose update of an element depends on
-that element alone give the same numbers either way. Those that compute with whole tensors step on these
+that element alone give the same numbers either way, and so do classes of users, and subclasses, for which that can be
+shown (:mod:`shardgraph.module.by_element`). Those that compute with whole tensors step on these
 (:mod:`shardgraph.module.whole_tensor_step`), L-BFGS on all of them (:mod:`shardgraph.module.all_parameters_step`); all
-others, and subclasses, step on DTensors as before.
+others step on DTensors as before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.module.all_parameters_step import step_on_all
+from shardgraph.module.by_element import STEPS
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.whole_tensor_step import step_on_whole, whole_kinds
 from shardgraph.runtime.executor import State
@@ -64,19 +66,41 @@ def step_on_shard(parameter: nn.Parameter) -> None:
 def _wrap_steps() -> None:
     for kind in (*_ELEMENTWISE, *whole_kinds(), optim.LBFGS):
         _wrap_step(kind)
+    _meet_users_own()
 
 
 @functools.cache
 def _wrap_step(kind: type[optim.Optimizer]) -> None:
+    _replace_step(kind, functools.partial(_wrapped, kind))
+
+
+@functools.cache
+def _meet_users_own() -> None:
+    torch_api.when_made(_meet)
+    torch_api.before_every_step(_meet)  # for those that were made before
+
+
+def _meet(optimizer: optim.Optimizer, *_: Any) -> None:
+    """Have the class of an optimizer step on many shards at a time, from the next step on, if that can be shown."""
+    kind = type(optimizer)
+    if kind in STEPS or kind.__module__.partition(".")[0] in ("torch", "shardgraph"):
+        return
+    if not issubclass(kind, (*whole_kinds(), optim.LBFGS)):
+        STEPS[kind] = _replace_step(kind, functools.partial(_wrapped_own, weakref.ref(kind)))
+
+
+def _replace_step(kind: type[optim.Optimizer], wrap: Callable[[Callable[..., Any]], Any]) -> Callable[..., Any]:
+    """Put what ``wrap`` makes of a class's step in its place; returns the step as it was, without hooks."""
     original: Any = kind.step
     hooked = getattr(original, "hooked", False)  # torch has wrapped it in what calls hooks, as the first was made
     if hooked:
         original = original.__wrapped__
-    wrapped: Any = _wrapped(kind, original)
+    wrapped = wrap(original)
     if hooked:
         wrapped = optim.Optimizer.profile_hook_step(wrapped)
         wrapped.hooked = True
     kind.step = wrapped  # type: ignore[method-assign]
+    return original  # type: ignore[no-any-return]
 
 
 def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,6 +126,19 @@ def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Calla
                 return original(self)
         with _together(self) or _shards(self):
             return original(self)
+
+    return step
+
+
+def _wrapped_own(kind: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        given = any(each is not None for each in (*args, *kwargs.values()))  # a closure, which it may call at any time
+        together = None
+        if type(self) is kind() and not given and _are_ours(self) and not torch.compiler.is_compiling():
+            together = _together(self)
+        with together or nullcontext():
+            return original(self, *args, **kwargs)
 
     return step
 
@@ -141,8 +178,14 @@ _mark_of = attrgetter(_MARK)
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's that compute element by element."""
-    return type(optimizer) in _ELEMENTWISE and not any(group.get("differentiable") for group in optimizer.param_groups)
+    """Whether an optimizer computes element by element: one of torch's, or of a user's own for which
+    :meth:`FlatUpdate.prepare` may show it."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return False
+    _meet(optimizer)
+    if type(optimizer) in STEPS:
+        return not torch_api.has_own_step(optimizer)
+    return type(optimizer) in _ELEMENTWISE
 
 
 def _are_ours(optimizer: optim.Optimizer) -> bool:

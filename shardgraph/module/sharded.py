@@ -271,7 +271,7 @@ class ShardedModule(nn.Module):
 
         It is :meth:`train_step`, :meth:`clip_grad_norm_` if ``max_norm`` is given, ``optimizer.step()`` and
         ``optimizer.zero_grad()``, with a ``scaler`` its ``step`` and ``update``, and the same numbers, in less time:
-        torch's optimizers that compute element by element step on whole buckets of parameters, and no parameter has a
+        optimizers that compute element by element step on whole buckets of parameters, and no parameter has a
         ``grad`` at any time. Gradients that parameters already have, of earlier calls of :meth:`train_step` or under
         :meth:`no_sync`, count too. The optimizer stays the owner of hyper-parameters and state, and may step by itself
         in between. ``gradient_norm`` is the norm before the latest clipping.

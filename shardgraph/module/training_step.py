@@ -1,6 +1,6 @@
 """A whole training step: forward, the loss, backward, clipping, the optimizer's update, and no gradients afterwards.
 
-Without a pipeline, and with one of torch's optimizers that compute element by element, no operation of it is recorded
+Without a pipeline, and with an optimizer that computes element by element, no operation of it is recorded
 by autograd and none is Python for each parameter: the two graphs run one after the other, and the optimizer steps on
 buckets (:mod:`shardgraph.module.flat_update`). Everything else is the same step, taken apart.
 """
@@ -30,6 +30,8 @@ from shardgraph.torch_api import local_tensor
 def is_flat(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, plan: Plan, state: State) -> bool:
     """Whether an optimizer can step on gradients that parameters do not have, on many at a time."""
     if not is_elementwise(optimizer) or torch_api.has_step_hooks(optimizer):
+        return False
+    if (watched := FlatUpdate.of(optimizer, state).watched) is not None and watched.reason:
         return False
     if state.hook is not None:
         return False  # it sets gradients

@@ -35,6 +35,8 @@ def updates_of(flat: FlatUpdate, executor: Differentiable, leaves: Sequence[Any]
         flat.prepare(names, state, address=names.__getitem__)
     except NotFlatError:
         return None
+    if not flat.in_parts:
+        return None  # what it counts are calls of its step
     others = (
         value
         for role, value in zip(executor.inputs, executor.values(leaves), strict=True)

@@ -72,7 +72,13 @@ from shardgraph.torch_api.guarded_layers import Repeated
 from shardgraph.torch_api.guards import Guards
 from shardgraph.torch_api.inductor import compile_by_inductor, cxx_compiler_error
 from shardgraph.torch_api.nodes import append_node, is_valid, parts_of_nodes
-from shardgraph.torch_api.optimizers import after_every_step, before_every_step, has_own_step, has_step_hooks
+from shardgraph.torch_api.optimizers import (
+    after_every_step,
+    before_every_step,
+    has_own_step,
+    has_step_hooks,
+    when_made,
+)
 from shardgraph.torch_api.recorder import GENERATED, communicated
 from shardgraph.torch_api.recurrent import list_weights, read_weights
 from shardgraph.torch_api.rms_norm import rms_norm_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import chain
 
@@ -20,6 +21,18 @@ def before_every_step(hook: Callable[..., None]) -> None:
 def after_every_step(hook: Callable[..., None]) -> None:
     """As :func:`before_every_step`, after each step."""
     _OWN.add(_optimizer.register_optimizer_step_post_hook(hook).id)
+
+
+def when_made(hook: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Have ``hook`` called with every optimizer as it is made, or copied, once its class calls hooks."""
+    original = torch.optim.Optimizer._patch_step_function
+
+    @functools.wraps(original)
+    def patched(self: torch.optim.Optimizer) -> None:
+        original(self)
+        hook(self)
+
+    torch.optim.Optimizer._patch_step_function = patched  # type: ignore[method-assign]
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,353 @@
+"""Whether an optimizer of a user's own computes element by element; what tells it is a step on stand-ins.
+
+Its Python is not read but watched. A copy of the optimizer steps on small tensors that have the dtypes, the state and
+the hyper-parameters of the real ones, and every call of torch is seen before it happens. The new value of an element
+follows from the same element of the gradient and the state, in whatever tensor they are, if
+
+* every operation computes by element, and to the same bit wherever an element is in memory: sums, products and roots
+  do, an exponential may round otherwise in the last elements of a tensor;
+* nothing but hyper-parameters, numbers of the state, dtypes and devices is read: no shape, no value, no attribute that
+  could remember a parameter;
+* equal parameters come out equal, however many there are and wherever in the list, and those without a gradient stay.
+
+The Python may go another way at any step, by a number that it counts. So it is watched before each one, on one stand-in
+for all parameters that have the same state; and on as many as there are parameters where state is new, or an
+instruction of Python is executed that never was before.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardgraph.torch_api import pytree
+
+Step = Callable[[torch.optim.Optimizer], Any]
+
+STEPS: weakref.WeakKeyDictionary[type[torch.optim.Optimizer], Step] = weakref.WeakKeyDictionary()
+"""The step of each class of users' own that has been met, without what calls hooks."""
+
+_READ = frozenset({"grad", "data", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_sparse", "is_cuda"})
+"""Attributes that many parameters in one tensor have as each alone."""
+
+_ASKED = frozenset({"is_floating_point", "is_complex", "_set_grad_enabled"})
+_AS_NUMBER = frozenset({"item", "__bool__", "__float__", "__int__"})
+_ANSWERED = _READ | _ASKED | _AS_NUMBER
+
+_BY_ELEMENT = frozenset(
+    """
+    add sub rsub mul div neg abs sign sgn sqrt rsqrt square reciprocal pow addcmul addcdiv lerp maximum minimum fmax
+    fmin clamp clamp_min clamp_max where masked_fill eq ne lt le gt ge logical_and logical_or logical_not logical_xor
+    bitwise_and bitwise_or bitwise_not copy clone detach alias lift_fresh _to_copy zeros_like ones_like empty_like
+    full_like zeros ones full scalar_tensor fill zero _local_scalar_dense
+    """.split()  # noqa: SIM905
+)
+"""Operations of aten that give the same bits for an element wherever it is in memory."""
+
+_POWERS = (0.5, 2, 3)  # which are roots and products
+
+_SHAPE = torch.Size([3])
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+_BASE = frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "_opt_called", "step"} - {"defaults"})
+
+
+class NotByElementError(Exception):
+    """An optimizer reads, or computes with, more than elements that belong together."""
+
+
+class Scalar(NamedTuple):
+    """A tensor without dimensions."""
+
+    dtype: torch.dtype
+    device: torch.device
+    value: Any
+
+
+class Kind(NamedTuple):
+    """Parameters of one group that have the same state, by name: the dtype of a tensor of elements, a scalar, or
+    whatever it is."""
+
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    state: tuple[tuple[str, Any], ...]
+
+    @property
+    def form(self) -> Any:
+        """What of it is the same at every step."""
+        state = tuple((name, value if isinstance(value, torch.dtype) else type(value)) for name, value in self.state)
+        return self.group, self.dtype, self.device, state
+
+
+class Watched:
+    """What is known of the steps of one optimizer, whose class has ``step``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
+        self._step = step
+        self._known: set[Any] = set()  # forms, and instructions
+        self.reason = _obstacle(optimizer)
+
+    def check(self, optimizer: torch.optim.Optimizer, kinds: Mapping[Kind, int]) -> bool:
+        """Check its next step, for so many parameters of each kind; returns whether it may be called for some
+        parameters after others, since it counts nothing.
+
+        Raises:
+            NotByElementError: it cannot be shown; nor will it be for a later step.
+        """
+        try:
+            if self.reason:
+                raise NotByElementError(self.reason)
+            one = _Trial(optimizer, list(kinds))
+            executed: set[Any] = {tuple((kind.form, many) for kind, many in kinds.items())}
+            one.take(self._step, executed)
+            if not executed <= self._known:
+                many = _Trial(optimizer, [kind for kind, count in kinds.items() for _ in range(count)])
+                many.take(self._step, executed)
+                _check_equal(one, many)
+                self._known |= executed
+            return one.counts_nothing
+        except Exception as error:
+            self.reason = str(error) or repr(error)
+            raise NotByElementError(self.reason) from error
+
+
+class _Trial:
+    """A step of a copy of an optimizer, on a stand-in for each of these kinds, and one without a gradient a group."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> None:
+        self._before = groups, own = _not_of_parameters(optimizer)
+        self._copy = object.__new__(type(optimizer))
+        vars(self._copy).update(vars(optimizer), **copy.deepcopy(own))
+        self.kinds = kinds
+        self.stand_ins = [_stand_in(kind.dtype, kind.device) for kind in self.kinds]
+        self._idle = [nn.Parameter(_ramp(kind.dtype, kind.device)) for kind in dict.fromkeys(self.kinds)]
+        self._copy.param_groups = copy.deepcopy(groups)
+        for i, group in enumerate(self._copy.param_groups):
+            group["params"] = [p for kind, p in self._all() if kind.group == i]
+        self._copy.state = defaultdict(dict)
+        for kind, parameter in zip(self.kinds, self.stand_ins, strict=True):
+            if kind.state:
+                self._copy.state[parameter] = {name: _value(kind, value) for name, value in kind.state}
+
+    def _all(self) -> Iterator[tuple[Kind, nn.Parameter]]:
+        yield from zip(self.kinds, self.stand_ins, strict=True)
+        yield from zip(dict.fromkeys(self.kinds), self._idle, strict=True)
+
+    def take(self, step: Step, executed: set[Any]) -> None:
+        """Take the step; ``executed`` gets the instructions of Python that are not torch's.
+
+        Raises:
+            NotByElementError: it does what it should not, or leaves it behind.
+        """
+        memory = [tensor for p in self.stand_ins for tensor in (p, p.grad)]
+        tensors = [*memory, *self._idle, *filter(torch.is_tensor, chain.from_iterable(map(dict.values, self._states)))]
+        watch = _Calls(tensors)
+        with watch, _Operations(watch), _noting(executed), _not_drawing():
+            step(self._copy)
+        self._check_left()
+
+    @property
+    def _states(self) -> list[dict[str, Any]]:
+        return [self._copy.state[p] for p in self.stand_ins if p in self._copy.state]
+
+    def _check_left(self) -> None:
+        others = self._copy.state.keys() - {*self.stand_ins}
+        _expect(not any(self._copy.state[key] for key in others), "it keeps state beside that of parameters it trains")
+        for p in self._idle:
+            _expect(p.grad is None and _bits(p) == _bits(_ramp(p.dtype, p.device)), "it changes those without gradient")
+        for kind, p in zip(self.kinds, self.stand_ins, strict=True):
+            gradient = _ramp(kind.dtype, kind.device).flip(0)
+            _expect(p.grad is not None and _bits(p.grad) == _bits(gradient), "it changes gradients")
+            state = self._copy.state.get(p, {})
+            _expect({name for name, _ in kind.state} <= state.keys(), "it drops state")
+            held = [p, p.grad, *filter(torch.is_tensor, state.values())]
+            memory = {tensor.untyped_storage().data_ptr() for tensor in held if tensor is not None}
+            _expect(len(memory) == len(held), "its state shares memory with gradients, parameters, or other state")
+            for name, value in state.items():
+                is_state = value.shape in (_SHAPE, ()) if torch.is_tensor(value) else isinstance(value, _PLAIN)
+                _expect(is_state, f"the state {name!r} is neither a number nor a tensor of elements")
+        _expect(_is_plain(self.counted), "it keeps objects beside its state")
+
+    @property
+    def counted(self) -> Any:
+        """Whatever is not of one parameter."""
+        return _not_of_parameters(self._copy)
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether nothing but parameters and their state has changed."""
+        return bool(self.counted == self._before)
+
+    def result(self, i: int) -> Any:
+        """What has become of a stand-in."""
+        p = self.stand_ins[i]
+        return _bits(p), {
+            name: (value.dtype, value.dim(), _bits(value)) if torch.is_tensor(value) else value
+            for name, value in self._copy.state.get(p, {}).items()
+        }
+
+
+def _check_equal(one: _Trial, many: _Trial) -> None:
+    """Check that each parameter is treated as if it were the only one of its kind."""
+    expected = {id(kind): one.result(i) for i, kind in enumerate(one.kinds)}
+    same = all(many.result(i) == expected[id(kind)] for i, kind in enumerate(many.kinds))
+    _expect(same and one.counted == many.counted, "what it computes depends on how many parameters there are")
+
+
+class _Calls(TorchFunctionMode):
+    """Sees every call of torch, and every attribute that is read."""
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        super().__init__()
+        self.running = 0
+        self._held = list(tensors)  # so that no storage is another one's later
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", repr(func))
+        if name in ("__get__", "__set__", "__delete__"):
+            name = getattr(func.__self__, "__name__", "?")
+            _expect(func.__name__ == "__get__" and name in _READ, f"it reads or sets {name!r} of a tensor")
+        elif name in _AS_NUMBER:
+            _expect(args[0].dim() == 0, f"it reads values of a tensor, by {name!r}")
+        self.running += 1
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            self.running -= 1
+        leaves = [] if name in _ANSWERED else pytree.tree_leaves(result)
+        _expect(all(leaf is None or torch.is_tensor(leaf) for leaf in leaves), f"it reads {name!r} of a tensor")
+        return result
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """Know a tensor that an operation has returned."""
+        self._held.append(tensor)
+        self.known.add(tensor.untyped_storage()._cdata)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every operation that is computed."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        base = name.removeprefix("aten::").removeprefix("_foreach_")
+        base = base if base in _BY_ELEMENT else base.removesuffix("_")
+        _expect(bool(self._calls.running) and base in _BY_ELEMENT, f"it computes with {name}")
+        if base == "pow":
+            _expect(len(args) > 1 and isinstance(args[1], (int, float)) and args[1] in _POWERS, "it computes powers")
+        operands = [*filter(torch.is_tensor, pytree.tree_leaves((args, kwargs)))]
+        for leaf in operands:
+            known = leaf.untyped_storage()._cdata in self._calls.known
+            known |= not leaf.dim() and not func._schema.is_mutable  # a constant
+            _expect(known and leaf.shape in (_SHAPE, ()), f"{name} has another operand than elements or numbers")
+        result = func(*args, **kwargs)
+        shapes = {leaf.shape for leaf in operands} | {torch.Size()}
+        for leaf in filter(torch.is_tensor, pytree.tree_leaves(result)):
+            _expect(leaf.shape in shapes, f"{name} gives something else than elements or numbers")
+            self._calls.made(leaf)
+        return result
+
+
+@contextmanager
+def _not_drawing() -> Iterator[None]:
+    """Check that no random numbers of Python or of NumPy are drawn; those of torch are operations."""
+    python, (kind, keys, *rest) = random.getstate(), np.random.get_state()
+    yield
+    _, now, *rest_now = np.random.get_state()
+    if random.getstate() != python or rest_now != rest or not np.array_equal(now, keys):
+        random.setstate(python)
+        np.random.set_state((kind, keys, *rest))
+        raise NotByElementError("it draws random numbers")
+
+
+@contextmanager
+def _noting(executed: set[Any]) -> Iterator[None]:
+    """Within, note each instruction of Python that is neither torch's nor this module's."""
+
+    def call(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename.startswith((_TORCH, __file__)):
+            return None
+        frame.f_trace_opcodes = True
+        return instruction
+
+    def instruction(frame: Any, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            executed.add((frame.f_code, frame.f_lasti))
+        return instruction
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise NotByElementError(otherwise)
+
+
+def _obstacle(optimizer: torch.optim.Optimizer) -> str:
+    """What of an optimizer could hold more than hyper-parameters; empty if nothing does."""
+    groups, own = _not_of_parameters(optimizer)
+    objects = [name for each in (*groups, own) for name, value in each.items() if not _is_plain(value)]
+    return f"{objects[0]!r} could hold more than hyper-parameters" if objects else ""
+
+
+def _not_of_parameters(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The hyper-parameters of each group, and the attributes of an optimizer's own."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return groups, {name: value for name, value in vars(optimizer).items() if name not in _BASE}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) for key in value) and all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or (isinstance(value, FunctionType) and value.__closure__ is None)
+
+
+def _ramp(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor([0.3125, -1.75, 0.0625], dtype=dtype, device=device)
+
+
+def _stand_in(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    parameter = nn.Parameter(_ramp(dtype, device))
+    parameter.grad = _ramp(dtype, device).flip(0)
+    return parameter
+
+
+def _value(kind: Kind, value: Any) -> Any:
+    """State of a stand-in: positive where it is of elements, as averages of squares must be."""
+    if isinstance(value, torch.dtype):
+        return torch.tensor([0.5, 1.25, 0.125], dtype=value, device=kind.device)
+    return torch.tensor(value.value, dtype=value.dtype, device=value.device) if isinstance(value, Scalar) else value
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
