@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardgraph import ir
 from shardgraph.ir import Buffer, Gradient, Input, Output, Parameter, Saved, Tangent
 from shardgraph.ir.attributes import MEMORY_KIND, ROLE, ROLES, VALUE, Labels, write
-from shardgraph.passes.analysis.liveness import MemoryProfile, own_results, profile_memory
+from shardgraph.passes.analysis.liveness import MemoryProfile, profile_memory, settle_memory
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.presets import preset
 from shardgraph.runtime.measure import PeakMemory
@@ -175,7 +175,7 @@ def test_results_that_share_memory_with_inputs_or_with_each_other_are_not_their_
     again = build.call(aten.view.default, alone, [-1], kilobytes=4)
     output = build.graph.output((view, both, both, again))
     ROLES.set(output, [Output(i) for i in range(4)])
-    assert own_results(fx.GraphModule({}, build.graph)) == {Output(3)}
+    assert settle_memory(fx.GraphModule({}, build.graph)) == {Output(3)}
 
 
 def test_a_result_that_repeats_elements_is_not_its_own() -> None:
@@ -183,7 +183,7 @@ def test_a_result_that_repeats_elements_is_not_its_own() -> None:
         gm = make_fx(lambda x: (x.sum().expand(8), x.neg()[:2], x.neg()))(torch.empty(8))
     ROLE.set(next(iter(gm.graph.nodes)), Input(0))
     ir.set_outputs(gm, [(Output(i), value) for i, value in enumerate(gm.graph.output_node().args[0])])
-    assert own_results(gm) == {Output(2)}
+    assert settle_memory(gm) == {Output(2)}
 
 
 # -- against a measured run ------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.ir.attributes import ROLE, VALUE
-from shardgraph.passes.analysis.liveness import overwritten
+from shardgraph.ir.attributes import IN_PLACE, ROLE, VALUE
+from shardgraph.passes.analysis.liveness import settle_memory
 
 aten = torch.ops.aten
 
@@ -128,4 +128,6 @@ def test_what_was_read_before_is_overwritten():
 def _overwritten(case: Callable[[Build], Sequence[fx.Node]]) -> list[Any]:
     build = Build()
     build.graph.output(tuple(case(build)))
-    return [node.target for node in overwritten(fx.GraphModule({}, build.graph))]
+    gm = fx.GraphModule({}, build.graph)
+    settle_memory(gm)
+    return [node.target for node in gm.graph.nodes if IN_PLACE.get(node)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -22,7 +22,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir import Role
-from shardgraph.ir.attributes import MEMORY_KIND, ON_DISK, REDUCES, ROLE
+from shardgraph.ir.attributes import IN_PLACE, MEMORY_KIND, ON_DISK, REDUCES, ROLE
 from shardgraph.passes.analysis.overwrites import overwrites
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.analysis.workspaces import workspace
@@ -254,18 +254,18 @@ def storages_of(
     of earlier graphs.
     """
     held = _separate_storages(gm, granule, start, left)
+    return _moved(held, overwrites(gm, held, start))
+
+
+def _moved(held: dict[fx.Node, list[Storage]], in_place: Iterable[fx.Node]) -> dict[fx.Node, list[Storage]]:
+    """The storages if these operations work in place."""
     moved: dict[Storage, Storage] = {}
-    for node in overwrites(gm, held, start):
+    for node in in_place:
         (before,), (now,) = held[node.args[0]], held[node]
         moved[now] = moved.get(before, before)
     if moved:
         held = {node: [moved.get(storage, storage) for storage in each] for node, each in held.items()}
     return held
-
-
-def overwritten(gm: fx.GraphModule) -> list[fx.Node]:
-    """The operations that work in place as the graph runs."""
-    return list(overwrites(gm, _separate_storages(gm)))
 
 
 def _separate_storages(
@@ -332,9 +332,14 @@ def _follow_on(places: list[Any], shards: list[tuple[fx.Node, int]]) -> bool:
     return True
 
 
-def own_results(gm: fx.GraphModule) -> frozenset[Role]:
-    """The results that have a storage of their own and fill it: no input and no other result is in it."""
-    held = storages_of(gm)
+def settle_memory(gm: fx.GraphModule) -> frozenset[Role]:
+    """Note which operations of a bound graph work in place (``IN_PLACE``); returns the results that have a storage of
+    their own and fill it: no input and no other result is in it."""
+    held = _separate_storages(gm)
+    in_place = list(overwrites(gm, held))
+    for node in in_place:
+        IN_PLACE.set(node, True)
+    held = _moved(held, in_place)
     results = [(role, value) for role, value in ir.outputs(gm) if isinstance(value, fx.Node)]
     uses = Counter(storage for _, value in results for storage in held[value])
     given = {storage for node in gm.graph.nodes if node.op in ("placeholder", "get_attr") for storage in held[node]}

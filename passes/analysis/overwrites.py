@@ -17,7 +17,7 @@ from shardgraph.torch_api import OpOverload
 
 aten = torch.ops.aten
 
-IN_PLACE: dict[Any, Any] = {ir.ALL_REDUCE: ir.ALL_REDUCE_, aten.div.Tensor: aten.div_.Tensor}
+WRITES: dict[Any, Any] = {ir.ALL_REDUCE: ir.ALL_REDUCE_, aten.div.Tensor: aten.div_.Tensor}
 """Operations with the one that does the same in place."""
 
 
@@ -40,7 +40,7 @@ def overwrites(gm: fx.GraphModule, held: Mapping[fx.Node, Sequence[Any]], start:
 
 def _has_form(node: fx.Node) -> bool:
     """Whether an operation has a form that works in place, and its operand is laid out as its result."""
-    if node.target not in IN_PLACE or any(isinstance(other, fx.Node) for other in node.args[1:]):
+    if node.target not in WRITES or any(isinstance(other, fx.Node) for other in node.args[1:]):
         return False
     operand, result = node.args[0].meta["val"], node.meta["val"]
     same = operand.dtype == result.dtype and operand.shape == result.shape

@@ -5,6 +5,8 @@ The rule is PyTorch's for devices: the result of an operation on host values is 
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from shardgraph.errors import GraphInvariantError
@@ -19,6 +21,9 @@ def on_host(gm: fx.GraphModule) -> set[fx.Node]:
         GraphInvariantError: an operation has operands in both memories, or a copy's operand is already in its target.
     """
     hosted: set[fx.Node] = set()
+    inputs, copied = gm.graph.find_nodes(op="placeholder"), partial(gm.graph.find_nodes, op="call_function")
+    if not any(map(ON_HOST.get, inputs)) and not copied(target=TO_HOST) and not copied(target=TO_DEVICE):
+        return hosted
     for node in gm.graph.nodes:
         if node.target is WAIT_COPY:
             host = node.args[0] in hosted

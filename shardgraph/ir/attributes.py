@@ -135,6 +135,7 @@ MEMORY_KIND = Attribute[str](
 REDUCES = Attribute[str]("reduces", str, "the parameter whose gradient it reduces", _COPIED)
 ON_HOST = Attribute[bool]("on_host", bool, "whether an input is in host memory", _COPIED)
 ON_DISK = Attribute[bool]("on_disk", bool, "whether host memory of an input is a mapped file", _COPIED)
+IN_PLACE = Attribute[bool]("in_place", bool, "whether it may give its result in the memory of its operand", _COPIED)
 AXIS = Attribute[str]("axis", str, "the mesh axis of a collective that is bound to a process group", _COPIED)
 
 # Those of torch

@@ -61,20 +61,23 @@ def _(ranks: Ranks, started: torch.Tensor) -> torch.Tensor:
 
 COLLECTIVES = frozenset({ALL_GATHER, ALL_GATHER_OUT, REDUCE_SCATTER, ALL_REDUCE, ALL_REDUCE_, ALL_TO_ALL, send})
 
+# Every pass asks every node: by identity, since the hash of an operator is a call of Python.
+_COLLECTIVES, _COPIES = (frozenset(map(id, each)) for each in (COLLECTIVES, DIRECTIONS))
+
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective (the wait is a separate node)."""
-    return node.op == "call_function" and node.target in COLLECTIVES
+    return id(node.target) in _COLLECTIVES
 
 
 def collectives(gm: fx.GraphModule) -> Iterator[fx.Node]:
     """The nodes that start a collective, in program order."""
-    return (node for node in gm.graph.nodes if is_collective(node))
+    return (node for node in gm.graph.nodes if id(node.target) in _COLLECTIVES)
 
 
 def is_copy(node: fx.Node) -> bool:
     """Whether the node starts a copy between host and device (the wait is a separate node)."""
-    return node.op == "call_function" and node.target in DIRECTIONS
+    return id(node.target) in _COPIES
 
 
 def is_started(node: fx.Node) -> bool:

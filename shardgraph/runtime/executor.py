@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
 from shardgraph.errors import CollectiveError, RankFailedError, RankMismatchError, ShardGraphError
-from shardgraph.passes.analysis.liveness import own_results
+from shardgraph.passes.analysis.liveness import settle_memory
 from shardgraph.passes.base import sibling
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host, watch
@@ -194,7 +194,7 @@ class Bound:
             (role, value.meta.get("val") if isinstance(value, fx.Node) else value)
             for role, value in ir.outputs(self.module)
         ]
-        self.own = own_results(self.module)
+        self.own = settle_memory(self.module)
         self._call = backend(self.module)
         watch.place.know(self._call, self.module)
         self._has_ranges = backend is eager.backend

@@ -25,4 +25,5 @@ def suited(target: Any) -> Any:
 def suit_layouts(gm: fx.GraphModule) -> None:
     """Have the views of a graph copy where the strides that they find need it."""
     for node in gm.graph.nodes:
-        node.target = suited(node.target)
+        if (target := suited(node.target)) is not node.target:
+            node.target = target

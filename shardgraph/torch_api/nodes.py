@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -10,16 +12,31 @@ from torch import fx
 def append_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
     """``graph.create_node`` for arguments of another graph's node, or as those are: they need not be checked.
 
-    Checks take most of the time in which a graph is copied or read.
+    Checks take most of the time in which a graph is copied or read, and then names.
     """
     names = graph._graph_namespace
-    name = names.create_name(name, None)
+    base, number = _parts(name)
+    if number is None or name in names._used_names:
+        name = names.create_name(name, None)
+    else:  # as a name of another graph's node nearly always is: this is what it does then
+        names._used_names.add(name)
+        names._base_count[base] = number
     node = fx.Node(graph, name, op, target, args, kwargs)
-    names.associate_name_with_obj(name, node)
+    names._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1
     return node
+
+
+@lru_cache(1 << 16)
+def _parts(name: str) -> tuple[str, int | None]:
+    """A name without its number, and that; None if it has none, or is no name."""
+    found = _NUMBERED.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, None)
+
+
+_NUMBERED = re.compile(r"([a-zA-Z_][0-9a-zA-Z_]*?)_(\d+)")
 
 
 def parts_of_nodes(graph: fx.Graph) -> list[Any]:

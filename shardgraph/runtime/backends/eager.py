@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from shardgraph import torch_api
-from shardgraph.passes.analysis.liveness import overwritten
-from shardgraph.passes.analysis.overwrites import IN_PLACE
+from shardgraph.ir.attributes import IN_PLACE
+from shardgraph.passes.analysis.overwrites import WRITES
 from shardgraph.runtime.backends.gloo import suit_gloo
 from shardgraph.runtime.layouts import suit_layouts
 from shardgraph.runtime.side_by_side import read_where_stored
@@ -19,12 +19,14 @@ from shardgraph.runtime.watch import flight
 
 def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """The graph as Python, with gradients reduced and shards gathered where they are."""
-    for node in overwritten(gm):
-        node.target = IN_PLACE[node.target]
+    for node in gm.graph.nodes:
+        if IN_PLACE.get(node):
+            node.target = WRITES[node.target]
     read_where_stored(gm)
     suit_gloo(gm)
     suit_layouts(gm)
-    return torch_api.boxed(flight.recorded(gm))
+    with flight.noting(gm):
+        return torch_api.boxed(gm)
 
 
 def check(device: torch.device) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
@@ -35,23 +37,26 @@ def mark(number: int) -> None:
     _note((number, _clock()))
 
 
-def recorded(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a bound graph that notes its collectives while it runs; the graph itself if it has none."""
-    if not any(map(ir.is_collective, gm.graph.nodes)):
-        return gm
-    graph_number = len(_graphs)
-    _graphs.append(weakref.ref(gm))
-    noting = ir.copy_graph(gm)
-    for node in list(noting.graph.nodes):
-        if ir.is_collective(node):
-            number = 2 * len(_collectives)
-            _collectives.append((graph_number, node.name))
-            with noting.graph.inserting_before(node):
-                noting.graph.call_function(mark, (number,))
-            for wait in filter(ir.is_wait, node.users):
-                with noting.graph.inserting_after(wait):
-                    noting.graph.call_function(mark, (number + 1,))
-    return noting
+@contextmanager
+def noting(gm: fx.GraphModule) -> Iterator[None]:
+    """Within, a bound graph has nodes that note its collectives while it runs, for the code that is made of it."""
+    collectives = [node for node in gm.graph.nodes if ir.is_collective(node)]
+    if collectives:
+        _graphs.append(weakref.ref(gm))
+    marks: list[fx.Node] = []
+    for node in collectives:
+        number = 2 * len(_collectives)
+        _collectives.append((len(_graphs) - 1, node.name))
+        with gm.graph.inserting_before(node):
+            marks.append(gm.graph.call_function(mark, (number,)))
+        for wait in filter(ir.is_wait, node.users):
+            with gm.graph.inserting_after(wait):
+                marks.append(gm.graph.call_function(mark, (number + 1,)))
+    try:
+        yield
+    finally:
+        for each in marks:
+            gm.graph.erase_node(each)
 
 
 def records() -> list[dict[str, Any]]:
