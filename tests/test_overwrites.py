@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.ir.attributes import IN_PLACE, ROLE, VALUE
+from shardgraph.ir.attributes import IN_PLACE, ROLE, ROLES, VALUE
 from shardgraph.passes.analysis.liveness import settle_memory
 
 aten = torch.ops.aten
@@ -127,7 +127,8 @@ def test_what_was_read_before_is_overwritten():
 
 def _overwritten(case: Callable[[Build], Sequence[fx.Node]]) -> list[Any]:
     build = Build()
-    build.graph.output(tuple(case(build)))
+    results = tuple(case(build))
+    ROLES.set(build.graph.output(results), [None] * len(results))
     gm = fx.GraphModule({}, build.graph)
     settle_memory(gm)
     return [node.target for node in gm.graph.nodes if IN_PLACE.get(node)]

@@ -268,15 +268,20 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+def _of_numpy() -> tuple[Any, ...]:
+    state: Any = np.random.get_state(legacy=True)
+    return state  # type: ignore[no-any-return]
+
+
 @contextmanager
 def _not_drawing() -> Iterator[None]:
     """Check that no random numbers of Python or of NumPy are drawn; those of torch are operations."""
-    python, (kind, keys, *rest) = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), _of_numpy()
     yield
-    _, now, *rest_now = np.random.get_state()
-    if random.getstate() != python or rest_now != rest or not np.array_equal(now, keys):
+    now = _of_numpy()
+    if random.getstate() != python or now[2:] != numpy[2:] or not np.array_equal(now[1], numpy[1]):
         random.setstate(python)
-        np.random.set_state((kind, keys, *rest))
+        np.random.set_state(numpy)  # type: ignore[arg-type]
         raise NotByElementError("it draws random numbers")
 
 

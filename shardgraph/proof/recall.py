@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,22 +58,23 @@ class Recall:
         self._held: dict[_Written, Held] = {}
         self._kinds: dict[int, tuple[Any, int]] = {}
         self._results: dict[int, Template] = {}
+        self._targets: dict[int, tuple[Any, bool]] = {}
 
     def call(self, node: fx.Node, original: fx.Node | None, operands: Sequence[Any]) -> Call | None:
         """What decides what a node gives; None if that is not only what it is computed from."""
         target: Any = node.target
-        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-            return None
-        schema = getattr(target, "_schema", None)
-        if schema is not None and schema.is_mutable:  # which depends on what else reads the value
-            return None
-        if (read := self._read(operands)) is None:
+        if id(target) not in self._targets:
+            self._targets[id(target)] = target, _follows(target)
+        if not self._targets[id(target)][1] or (read := self._read(operands)) is None:
             return None
         numbers, leaves = read
-        kinds = [self._kind(each.meta.get("val")) for each in (node, *node.all_input_nodes)]
-        before = {each: number for number, each in enumerate(node.all_input_nodes)}
+        inputs = node.all_input_nodes
+        kinds = self._kinds_of((node, *inputs))
+        before = {each: number for number, each in enumerate(inputs)}
         arguments = _argument(node.args, before), _argument(node.kwargs, before) if node.kwargs else ()
-        key = target, arguments, tuple(kinds), self._placing(node, original), numbers, _order(operands)
+        placing = None if original is None else self._placing(node, inputs, original)
+        # By its id, since the hash of an operator is a call of Python.
+        key = id(target), arguments, kinds, placing, numbers, _order(operands)
         return Call(self._forms.number(key), leaves)
 
     def result(self, call: Call) -> Any:
@@ -117,6 +118,9 @@ class Recall:
 
     def _read(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
         """Several values: the number of each with the places of its inputs among those of all, and these inputs."""
+        if len(values) == 1:
+            alone = self._write(values[0])
+            return None if alone is None else (((alone.number, _first(len(alone.leaves))),), alone.leaves)
         read, places = [], dict[Any, int]()
         for each in values:
             written = self._write(each)
@@ -149,20 +153,32 @@ class Recall:
             self._held[written] = held
         return held
 
-    def _kind(self, value: Any) -> int:
-        """A number for what rules read of a value on fake tensors."""
-        known = self._kinds.get(id(value))
-        if known is None:
-            known = self._kinds[id(value)] = value, self._forms.number(("value", _described(value)))
-        return known[1]
+    def _kinds_of(self, nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+        """A number for each node: for what rules read of its value on fake tensors."""
+        kinds, known = [], self._kinds
+        for node in nodes:
+            value = node.meta.get("val")
+            if (kind := known.get(id(value))) is None:
+                kind = known[id(value)] = value, self._forms.number(("value", _described(value)))
+            kinds.append(kind[1])
+        return tuple(kinds)
 
-    def _placing(self, node: fx.Node, original: fx.Node | None) -> Any:
+    def _placing(self, node: fx.Node, inputs: Sequence[fx.Node], original: fx.Node) -> Any:
         """What the captured graph says of where ranks' coordinates stand."""
-        if original is None:
-            return None
-        inputs = original.all_input_nodes
-        same = original.target == node.target and len(inputs) == len(node.all_input_nodes)
-        return tuple([self._kind(each.meta.get("val")) for each in (original, *(inputs if same else ()))]), same
+        read = original.all_input_nodes
+        same = original.target == node.target and len(read) == len(inputs)
+        return self._kinds_of((original, *read) if same else (original,)), same
+
+
+def _follows(target: Any) -> bool:
+    """Whether what an operation gives follows from its operands alone."""
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return False
+    schema = getattr(target, "_schema", None)
+    return schema is None or not schema.is_mutable  # which depends on what else reads the value
+
+
+_first = lru_cache(lambda count: tuple(range(count)))
 
 
 def _with_parts(like: Any, parts: Sequence[Template], leaves: Leaves) -> Any:
@@ -192,6 +208,8 @@ def _argument(value: Any, nodes: Mapping[fx.Node, int]) -> Any:
 def _order(operands: Sequence[Any]) -> tuple[int, ...]:
     """The order in which the terms of operands were made, by which rules put them."""
     numbers = [each.term.number for each in operands if isinstance(each, Held)]
+    if len(numbers) < 2 or numbers == sorted(numbers):
+        return _first(len(numbers))
     return tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
 

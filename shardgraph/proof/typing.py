@@ -90,13 +90,13 @@ class Typing:
             return inputs(ROLE.of(node), node)
         if node.op == "get_attr":
             return of_term(self._constant(getattr(gm, str(node.target))))
-        if any(known[each] is None for each in node.all_input_nodes):
+        operands = {each: known[each] for each in node.all_input_nodes}
+        if any(value is None for value in operands.values()):
             return None
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and not fake.numel():  # which is all that there is to know of it
             return of_term(self.terms.make("no elements", [], fake.shape))
         original = self.originals.get(definitions.captured(node))
-        operands = {each: known[each] for each in node.all_input_nodes}
         call = self.recall and self.recall.call(node, original, list(operands.values()))
         if self.recall and call and (recalled := self.recall.result(call)) is not None:
             return recalled
