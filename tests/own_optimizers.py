@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from collections.abc import Callable
@@ -195,6 +196,15 @@ class ChangesGradient(Own):
         parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
+class OfAnExtension(Own):
+    """It writes as code does that knows nothing of torch's operations."""
+
+    def update(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        with torch._C.DisableTorchFunction():
+            address = parameter.data_ptr()
+        ctypes.memset(address, 0, 4)
+
+
 class Noise(Own):
     def update(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         parameter.sub_(parameter.grad + 0 * torch.randn_like(parameter), alpha=group["lr"])
@@ -233,6 +243,7 @@ NOT_BY_ELEMENT: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
     "parameters without a gradient": (DecaysAll, "without gradient"),
     "gradient as state": (KeepsGradient, "shares memory"),
     "gradient changed": (ChangesGradient, "changes gradients"),
+    "extension": (OfAnExtension, "by other means"),
     "random numbers": (Noise, "randn_like"),
     "random numbers of Python": (SkipsAtRandom, "draws random numbers"),
     "columns": (Columns, "another operand than elements"),
@@ -247,8 +258,15 @@ def differences(plan: str) -> dict[str, float]:
     return {name: _difference(plan, make) for name, make in makers.items()}
 
 
-_WHOLE = {"norm", "norm from the third step on", "random numbers", "number of dimensions", "columns"}
-"""Those that are not the same on a DTensor's rows, or not the same twice."""
+_WHOLE = {
+    "norm",
+    "norm from the third step on",
+    "random numbers",
+    "number of dimensions",
+    "columns",
+    "extension",
+}
+"""Those that are not the same on a DTensor's rows, or not the same twice, or do not work."""
 
 
 def _difference(plan: str, make: Callable[[Any], optim.Optimizer]) -> float:

@@ -22,12 +22,8 @@ def watched_steps(make, count):
     assert is_elementwise(optimizer)  # so it has been met
     watched, found = Watched(optimizer, STEPS[type(optimizer)]), []
     for _ in range(count):
-        state = {
-            name: torch.float32 if torch.is_tensor(value) and value.dim() else value
-            for name, value in optimizer.state.get(parameters[0], {}).items()
-            if not torch.is_tensor(value) or value.dim()
-        }
-        found.append(watched.check(optimizer, {Kind(0, torch.float32, torch.device("cpu"), tuple(state.items())): 5}))
+        kind = Kind.of(0, parameters[0], optimizer.state.get(parameters[0], {}))
+        found.append(watched.check(optimizer, {kind: 5}))
         for parameter in parameters:
             parameter.grad = torch.randn(3)
         optimizer.step()

@@ -8,7 +8,8 @@ follows from the same element of the gradient and the state, in whatever tensor 
   do, an exponential may round otherwise in the last elements of a tensor;
 * nothing but hyper-parameters, numbers of the state, dtypes and devices is read: no shape, no value, no attribute that
   could remember a parameter;
-* equal parameters come out equal, however many there are and wherever in the list, and those without a gradient stay.
+* equal parameters come out equal, however many there are, wherever in the list and whatever else is in the tensor, and
+  those without a gradient stay. What is written is written by these operations, not by code of an extension.
 
 The Python may go another way at any step, by a number that it counts. So it is watched before each one, on one stand-in
 for all parameters that have the same state; and on as many as there are parameters where state is new, or an
@@ -62,7 +63,15 @@ _BY_ELEMENT = frozenset(
 _POWERS = (0.5, 2, 3)  # which are roots and products
 
 _SHAPE = torch.Size([3])
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+_VALUES = (
+    {"parameter": (0.3125, -1.75, 0.0625), "gradient": (0.0625, -1.75, 0.3125), "state": (0.5, 1.25, 0.125)},
+    {"parameter": (0.3125, 2.5, -0.5), "gradient": (0.0625, 3.0, -0.75), "state": (0.5, 7.0, 0.25)},
+)
+"""Of stand-ins in two trials, whose first elements are to come out equal; averages of squares are positive."""
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
+"""What of a state, or among hyper-parameters, holds nothing else."""
+
 _BASE = frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "_opt_called", "step"} - {"defaults"})
 
 
@@ -86,6 +95,18 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     state: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, group: int, parameter: torch.Tensor, state: Mapping[str, Any]) -> Kind:
+        """That of a parameter with this state."""
+
+        def described(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.dtype if value.dim() else Scalar(value.dtype, value.device, value.item())
+
+        items = tuple((name, described(value)) for name, value in state.items())
+        return cls(group, parameter.dtype, parameter.device, items)
 
     @property
     def form(self) -> Any:
@@ -112,11 +133,12 @@ class Watched:
         try:
             if self.reason:
                 raise NotByElementError(self.reason)
-            one = _Trial(optimizer, list(kinds))
+            one = _Trial(optimizer, list(kinds), _VALUES[0])
             executed: set[Any] = {tuple((kind.form, many) for kind, many in kinds.items())}
             one.take(self._step, executed)
             if not executed <= self._known:
-                many = _Trial(optimizer, [kind for kind, count in kinds.items() for _ in range(count)])
+                repeated = [kind for kind, count in kinds.items() for _ in range(count)]
+                many = _Trial(optimizer, repeated, _VALUES[1])
                 many.take(self._step, executed)
                 _check_equal(one, many)
                 self._known |= executed
@@ -129,24 +151,33 @@ class Watched:
 class _Trial:
     """A step of a copy of an optimizer, on a stand-in for each of these kinds, and one without a gradient a group."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, kinds: Sequence[Kind]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, kinds: Sequence[Kind], values: Mapping[str, tuple[float, ...]]
+    ) -> None:
         self._before = groups, own = _not_of_parameters(optimizer)
         self._copy = object.__new__(type(optimizer))
         vars(self._copy).update(vars(optimizer), **copy.deepcopy(own))
-        self.kinds = kinds
-        self.stand_ins = [_stand_in(kind.dtype, kind.device) for kind in self.kinds]
-        self._idle = [nn.Parameter(_ramp(kind.dtype, kind.device)) for kind in dict.fromkeys(self.kinds)]
+        self.kinds, self._values = kinds, values
+        self.stand_ins = [nn.Parameter(self._made("parameter", kind)) for kind in kinds]
+        for kind, parameter in zip(kinds, self.stand_ins, strict=True):
+            parameter.grad = self._made("gradient", kind)
+        self._idle = {kind: nn.Parameter(self._made("parameter", kind)) for kind in kinds}
         self._copy.param_groups = copy.deepcopy(groups)
         for i, group in enumerate(self._copy.param_groups):
-            group["params"] = [p for kind, p in self._all() if kind.group == i]
+            group["params"] = [p for kind, p in zip(kinds, self.stand_ins, strict=True) if kind.group == i]
+            group["params"] += [p for kind, p in self._idle.items() if kind.group == i]
         self._copy.state = defaultdict(dict)
-        for kind, parameter in zip(self.kinds, self.stand_ins, strict=True):
+        for kind, parameter in zip(kinds, self.stand_ins, strict=True):
             if kind.state:
-                self._copy.state[parameter] = {name: _value(kind, value) for name, value in kind.state}
+                self._copy.state[parameter] = {name: self._of_state(kind, value) for name, value in kind.state}
 
-    def _all(self) -> Iterator[tuple[Kind, nn.Parameter]]:
-        yield from zip(self.kinds, self.stand_ins, strict=True)
-        yield from zip(dict.fromkeys(self.kinds), self._idle, strict=True)
+    def _made(self, what: str, kind: Kind, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.tensor(self._values[what], dtype=dtype or kind.dtype, device=kind.device)
+
+    def _of_state(self, kind: Kind, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return self._made("state", kind, value)
+        return torch.tensor(value.value, dtype=value.dtype, device=value.device) if isinstance(value, Scalar) else value
 
     def take(self, step: Step, executed: set[Any]) -> None:
         """Take the step; ``executed`` gets the instructions of Python that are not torch's.
@@ -154,33 +185,35 @@ class _Trial:
         Raises:
             NotByElementError: it does what it should not, or leaves it behind.
         """
-        memory = [tensor for p in self.stand_ins for tensor in (p, p.grad)]
-        tensors = [*memory, *self._idle, *filter(torch.is_tensor, chain.from_iterable(map(dict.values, self._states)))]
-        watch = _Calls(tensors)
-        with watch, _Operations(watch), _noting(executed), _not_drawing():
+        held = [*self._idle.values(), *chain.from_iterable((p, p.grad) for p in self.stand_ins)]
+        held += [value for state in self._copy.state.values() for value in state.values() if torch.is_tensor(value)]
+        calls = _Calls(held)
+        operations = _Operations(calls)
+        with calls, operations, _noting(executed), _not_drawing():
             step(self._copy)
-        self._check_left()
+        self._check_left(operations)
 
-    @property
-    def _states(self) -> list[dict[str, Any]]:
-        return [self._copy.state[p] for p in self.stand_ins if p in self._copy.state]
-
-    def _check_left(self) -> None:
+    def _check_left(self, operations: _Operations) -> None:
         others = self._copy.state.keys() - {*self.stand_ins}
         _expect(not any(self._copy.state[key] for key in others), "it keeps state beside that of parameters it trains")
-        for p in self._idle:
-            _expect(p.grad is None and _bits(p) == _bits(_ramp(p.dtype, p.device)), "it changes those without gradient")
+        for kind, p in self._idle.items():
+            _expect(p.grad is None and _same(p, self._made("parameter", kind)), "it changes those without gradient")
         for kind, p in zip(self.kinds, self.stand_ins, strict=True):
-            gradient = _ramp(kind.dtype, kind.device).flip(0)
-            _expect(p.grad is not None and _bits(p.grad) == _bits(gradient), "it changes gradients")
+            _expect(p.grad is not None and _same(p.grad, self._made("gradient", kind)), "it changes gradients")
             state = self._copy.state.get(p, {})
             _expect({name for name, _ in kind.state} <= state.keys(), "it drops state")
-            held = [p, p.grad, *filter(torch.is_tensor, state.values())]
-            memory = {tensor.untyped_storage().data_ptr() for tensor in held if tensor is not None}
-            _expect(len(memory) == len(held), "its state shares memory with gradients, parameters, or other state")
+            tensors = [value for value in state.values() if torch.is_tensor(value)]
+            memory = {tensor.untyped_storage()._cdata for tensor in (p, p.grad, *tensors) if tensor is not None}
+            _expect(len(memory) == 2 + len(tensors), "its state shares memory with gradients or parameters")
             for name, value in state.items():
-                is_state = value.shape in (_SHAPE, ()) if torch.is_tensor(value) else isinstance(value, _PLAIN)
+                is_state = value.shape in (_SHAPE, ()) if torch.is_tensor(value) else isinstance(value, PLAIN)
                 _expect(is_state, f"the state {name!r} is neither a number nor a tensor of elements")
+            before = {name: self._of_state(kind, value) for name, value in kind.state}
+            pairs = [(p, self._made("parameter", kind)), *((each, before.get(name)) for name, each in state.items())]
+            changed = [
+                now for now, old in pairs if torch.is_tensor(now) and not (torch.is_tensor(old) and _same(now, old))
+            ]
+            _expect(all(map(operations.wrote, changed)), "it writes by other means than operations of torch")
         _expect(_is_plain(self.counted), "it keeps objects beside its state")
 
     @property
@@ -194,10 +227,10 @@ class _Trial:
         return bool(self.counted == self._before)
 
     def result(self, i: int) -> Any:
-        """What has become of a stand-in."""
+        """What has become of the first element of a stand-in."""
         p = self.stand_ins[i]
-        return _bits(p), {
-            name: (value.dtype, value.dim(), _bits(value)) if torch.is_tensor(value) else value
+        return _first(p), {
+            name: _first(value) if torch.is_tensor(value) else value
             for name, value in self._copy.state.get(p, {}).items()
         }
 
@@ -246,6 +279,11 @@ class _Operations(TorchDispatchMode):
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
         self._calls = calls
+        self._written = set[int]()  # storages
+
+    def wrote(self, tensor: torch.Tensor) -> bool:
+        """Whether an operation has made or changed a tensor."""
+        return tensor.untyped_storage()._cdata in self._written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,12 +303,14 @@ class _Operations(TorchDispatchMode):
         for leaf in filter(torch.is_tensor, pytree.tree_leaves(result)):
             _expect(leaf.shape in shapes, f"{name} gives something else than elements or numbers")
             self._calls.made(leaf)
+        written = pytree.tree_leaves((args[0], kwargs.get("out")) if func._schema.is_mutable else result)
+        self._written |= {leaf.untyped_storage()._cdata for leaf in written if torch.is_tensor(leaf)}
         return result
 
 
 def _of_numpy() -> tuple[Any, ...]:
     state: Any = np.random.get_state(legacy=True)
-    return state  # type: ignore[no-any-return]
+    return state
 
 
 @contextmanager
@@ -281,7 +321,7 @@ def _not_drawing() -> Iterator[None]:
     now = _of_numpy()
     if random.getstate() != python or now[2:] != numpy[2:] or not np.array_equal(now[1], numpy[1]):
         random.setstate(python)
-        np.random.set_state(numpy)  # type: ignore[arg-type]
+        np.random.set_state(numpy)
         raise NotByElementError("it draws random numbers")
 
 
@@ -334,24 +374,15 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, (str, int)) for key in value) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN) or (isinstance(value, FunctionType) and value.__closure__ is None)
+    return isinstance(value, PLAIN) or (isinstance(value, FunctionType) and value.__closure__ is None)
 
 
-def _ramp(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor([0.3125, -1.75, 0.0625], dtype=dtype, device=device)
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and _bits(one) == _bits(other)
 
 
-def _stand_in(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    parameter = nn.Parameter(_ramp(dtype, device))
-    parameter.grad = _ramp(dtype, device).flip(0)
-    return parameter
-
-
-def _value(kind: Kind, value: Any) -> Any:
-    """State of a stand-in: positive where it is of elements, as averages of squares must be."""
-    if isinstance(value, torch.dtype):
-        return torch.tensor([0.5, 1.25, 0.125], dtype=value, device=kind.device)
-    return torch.tensor(value.value, dtype=value.dtype, device=value.device) if isinstance(value, Scalar) else value
+def _first(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.dim(), _bits(tensor)[: tensor.itemsize]
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
-from shardgraph.module.by_element import STEPS, Kind, NotByElementError, Scalar, Watched
+from shardgraph.module.by_element import PLAIN, STEPS, Kind, NotByElementError, Watched
 from shardgraph.runtime.executor import State
 from shardgraph.runtime.side_by_side import packed, view_of
 from shardgraph.torch_api import local_tensor
@@ -164,7 +164,7 @@ class FlatUpdate:
         """
         kinds: Counter[Kind] = Counter()
         for run in self.runs:
-            kinds[Kind(run.group, run.twin.dtype, run.twin.device, tuple(_described(run.state)))] += len(run.names)
+            kinds[Kind.of(run.group, run.twin, run.state)] += len(run.names)
         try:
             self.in_parts = watched.check(self.optimizer, kinds)
         except NotByElementError as error:
@@ -271,6 +271,8 @@ class FlatUpdate:
             raise NotFlatError  # its dtype gives way to that of numbers; its magnitude is rounded by place
         numbers: list[tuple[Any, ...]] = []
         for name, value in state.items():
+            if self.watched is not None and not isinstance(value, (torch.Tensor, *PLAIN)):
+                raise NotFlatError
             if self._is_number(name, value) or not isinstance(value, torch.Tensor):
                 numbers.append((name, value.item() if isinstance(value, torch.Tensor) else value))
             elif local_tensor(value).shape != shard.shape:
@@ -332,14 +334,6 @@ class FlatUpdate:
                     if isinstance(parameter, DTensor)
                     else own
                 )
-
-
-def _described(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            yield name, value
-        else:
-            yield name, value.dtype if value.dim() else Scalar(value.dtype, value.device, value.item())
 
 
 def _pieces(
