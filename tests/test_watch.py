@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import fx, nn
 
+from shardgraph import ir
 from shardgraph.cli.main import main
-from shardgraph.runtime.watch import place
+from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.compared import findings
 from shardgraph.runtime.watch.stuck import STILL, Status, verdict
 
@@ -182,3 +184,14 @@ def test_one_agreement_after_the_other_at_the_same_topic_is_progress() -> None:
                 waiting.absent = [0]
                 marks += [looking.submit(place.here).result().mark for _ in range(2)]
     assert marks[0] == marks[1] != marks[2] == marks[3]
+
+
+def test_a_graph_is_as_it_was_once_its_code_notes_collectives() -> None:
+    graph = fx.Graph()
+    started = graph.call_function(ir.ALL_REDUCE, (graph.placeholder("x"), "sum", "a group"))
+    graph.output((graph.call_function(ir.WAIT, (started,)),))
+    gm = ir.UnboundGraph(nn.Module(), graph)
+    before = gm.code
+    with flight.noting(gm):
+        assert gm.code.count(" = shardgraph_runtime_watch_flight_mark(") == 2
+    assert gm.code == before
