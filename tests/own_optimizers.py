@@ -254,19 +254,9 @@ NOT_BY_ELEMENT: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
 def differences(plan: str) -> dict[str, float]:
     """The largest difference of a weight from that of the same optimizer on plain torch, after four steps under a
     schedule: whole ones, and the optimizer's own."""
-    makers = {**BY_ELEMENT, **{name: make for name, (make, _) in NOT_BY_ELEMENT.items() if name not in _WHOLE}}
+    others = ("table of parameters", "parameters without a gradient", "place in the list from the third step on")
+    makers = {**BY_ELEMENT, **{name: NOT_BY_ELEMENT[name][0] for name in others}}
     return {name: _difference(plan, make) for name, make in makers.items()}
-
-
-_WHOLE = {
-    "norm",
-    "norm from the third step on",
-    "random numbers",
-    "number of dimensions",
-    "columns",
-    "extension",
-}
-"""Those that are not the same on a DTensor's rows, or not the same twice, or do not work."""
 
 
 def _difference(plan: str, make: Callable[[Any], optim.Optimizer]) -> float:

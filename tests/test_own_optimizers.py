@@ -46,12 +46,14 @@ def test_what_else_a_step_does_is_seen_before_it_is_done(name):
         watched_steps(make, 4)
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_weights_are_those_of_the_same_optimizer_on_plain_torch_to_the_bit(plan):
     for errors in on_ranks(own_optimizers.differences, 2, args=(plan,)):
         assert {name: error for name, error in errors.items() if error} == {}
 
 
+@pytest.mark.slow
 def test_shards_of_unequal_sizes_give_the_weights_of_plain_torch():
     for errors in on_ranks(own_optimizers.differences, 3, args=("fsdp",)):  # a mean of three gradients is rounded
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
