@@ -95,12 +95,12 @@ def _replace_step(kind: type[optim.Optimizer], wrap: Callable[[Callable[..., Any
     hooked = getattr(original, "hooked", False)  # torch has wrapped it in what calls hooks, as the first was made
     if hooked:
         original = original.__wrapped__
-    wrapped = wrap(original)
+    wrapped: Any = wrap(original)
     if hooked:
         wrapped = optim.Optimizer.profile_hook_step(wrapped)
         wrapped.hooked = True
     kind.step = wrapped  # type: ignore[method-assign]
-    return original  # type: ignore[no-any-return]
+    return original
 
 
 def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
