@@ -38,7 +38,7 @@ class Own(optim.Optimizer):
 
 class Signs(Own):
     def update(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        parameter.data.add_(parameter.grad.sign(), alpha=-group["lr"])
+        parameter.data.add_(parameter.grad.data.sign(), alpha=-group["lr"])
 
 
 class AdamByHand(Own):

@@ -137,9 +137,11 @@ class Watched:
             executed: set[Any] = {tuple((kind.form, many) for kind, many in kinds.items())}
             one.take(self._step, executed)
             if not executed <= self._known:
+                one.check_bits()
                 repeated = [kind for kind, count in kinds.items() for _ in range(count)]
                 many = _Trial(optimizer, repeated, _VALUES[1])
                 many.take(self._step, executed)
+                many.check_bits()
                 _check_equal(one, many)
                 self._known |= executed
             return one.counts_nothing
@@ -188,18 +190,19 @@ class _Trial:
         held = [*self._idle.values(), *chain.from_iterable((p, p.grad) for p in self.stand_ins)]
         held += [value for state in self._copy.state.values() for value in state.values() if torch.is_tensor(value)]
         calls = _Calls(held)
-        operations = _Operations(calls)
-        with calls, operations, _noting(executed), _not_drawing():
+        self._operations = _Operations(calls)
+        with calls, self._operations, _noting(executed), _not_drawing():
             step(self._copy)
-        self._check_left(operations)
+        self._check_left()
 
-    def _check_left(self, operations: _Operations) -> None:
+    def _check_left(self) -> None:
+        wrote = self._operations.wrote
         others = self._copy.state.keys() - {*self.stand_ins}
         _expect(not any(self._copy.state[key] for key in others), "it keeps state beside that of parameters it trains")
-        for kind, p in self._idle.items():
-            _expect(p.grad is None and _same(p, self._made("parameter", kind)), "it changes those without gradient")
+        for p in self._idle.values():
+            _expect(p.grad is None and not wrote(p), "it changes those without gradient")
         for kind, p in zip(self.kinds, self.stand_ins, strict=True):
-            _expect(p.grad is not None and _same(p.grad, self._made("gradient", kind)), "it changes gradients")
+            _expect(p.grad is not None and not wrote(p.grad), "it changes gradients")
             state = self._copy.state.get(p, {})
             _expect({name for name, _ in kind.state} <= state.keys(), "it drops state")
             tensors = [value for value in state.values() if torch.is_tensor(value)]
@@ -208,13 +211,22 @@ class _Trial:
             for name, value in state.items():
                 is_state = value.shape in (_SHAPE, ()) if torch.is_tensor(value) else isinstance(value, PLAIN)
                 _expect(is_state, f"the state {name!r} is neither a number nor a tensor of elements")
-            before = {name: self._of_state(kind, value) for name, value in kind.state}
-            pairs = [(p, self._made("parameter", kind)), *((each, before.get(name)) for name, each in state.items())]
-            changed = [
-                now for now, old in pairs if torch.is_tensor(now) and not (torch.is_tensor(old) and _same(now, old))
-            ]
-            _expect(all(map(operations.wrote, changed)), "it writes by other means than operations of torch")
         _expect(_is_plain(self.counted), "it keeps objects beside its state")
+
+    def check_bits(self) -> None:
+        """Check, by what is in memory, that operations alone have written: reading it, a GPU would wait each time."""
+        for kind, p in self._idle.items():
+            self._check_written(p, self._made("parameter", kind))
+        for kind, p in zip(self.kinds, self.stand_ins, strict=True):
+            self._check_written(p, self._made("parameter", kind))
+            self._check_written(p.grad, self._made("gradient", kind))
+            before = {name: self._of_state(kind, value) for name, value in kind.state}
+            for name, value in self._copy.state.get(p, {}).items():
+                self._check_written(value, before.get(name))
+
+    def _check_written(self, now: Any, before: Any) -> None:
+        changed = torch.is_tensor(now) and not (torch.is_tensor(before) and _same(now, before))
+        _expect(not changed or self._operations.wrote(now), "it writes by other means than operations of torch")
 
     @property
     def counted(self) -> Any:
@@ -300,11 +312,16 @@ class _Operations(TorchDispatchMode):
             _expect(known and leaf.shape in (_SHAPE, ()), f"{name} has another operand than elements or numbers")
         result = func(*args, **kwargs)
         shapes = {leaf.shape for leaf in operands} | {torch.Size()}
-        for leaf in filter(torch.is_tensor, pytree.tree_leaves(result)):
+        made = [leaf for leaf in pytree.tree_leaves(result) if torch.is_tensor(leaf)]
+        for leaf in made:
             _expect(leaf.shape in shapes, f"{name} gives something else than elements or numbers")
+        if func._schema.is_mutable:
+            written = filter(torch.is_tensor, pytree.tree_leaves((args[0], kwargs.get("out"))))
+            self._written |= {leaf.untyped_storage()._cdata for leaf in written}
+        else:  # but for views
+            self._written |= {leaf.untyped_storage()._cdata for leaf in made} - self._calls.known
+        for leaf in made:
             self._calls.made(leaf)
-        written = pytree.tree_leaves((args[0], kwargs.get("out")) if func._schema.is_mutable else result)
-        self._written |= {leaf.untyped_storage()._cdata for leaf in written if torch.is_tensor(leaf)}
         return result
 
 
