@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -216,6 +217,30 @@ class SkipsAtRandom(Own):
             parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
+class Prints(Signs):
+    def step(self, closure: Any = None) -> None:
+        print("a step")
+        super().step(closure)
+
+
+class Logs(Signs):
+    def step(self, closure: Any = None) -> None:
+        logging.getLogger("tests").info("a step")
+        super().step(closure)
+
+
+class CountsAbroad(Signs):
+    """It counts its steps in a global variable."""
+
+    def step(self, closure: Any = None) -> None:
+        global steps
+        steps += 1
+        super().step(closure)
+
+
+steps = 0
+
+
 class Columns(Own):
     """It has a number for each column of parameters with three."""
 
@@ -246,6 +271,9 @@ NOT_BY_ELEMENT: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
     "extension": (OfAnExtension, "by other means"),
     "random numbers": (Noise, "randn_like"),
     "random numbers of Python": (SkipsAtRandom, "draws random numbers"),
+    "a line printed": (Prints, "calls print"),
+    "a message logged": (Logs, "calls logging"),
+    "a global variable": (CountsAbroad, "sets a global variable"),
     "columns": (Columns, "another operand than elements"),
     "values": (ClippedByValue, "aten::all"),
 }

@@ -9,7 +9,8 @@ follows from the same element of the gradient and the state, in whatever tensor 
 * nothing but hyper-parameters, numbers of the state, dtypes and devices is read: no shape, no value, no attribute that
   could remember a parameter;
 * equal parameters come out equal, however many there are, wherever in the list and whatever else is in the tensor, and
-  those without a gradient stay. What is written is written by these operations, not by code of an extension.
+  those without a gradient stay. What is written is written by these operations, not by code of an extension;
+* nothing is left behind that a step on stand-ins would leave too: a line printed, a message logged, a file, a global.
 
 The Python may go another way at any step, by a number that it counts. So it is watched before each one, on one stand-in
 for all parameters that have the same state; and on as many as there are parameters where state is new, or an
@@ -19,6 +20,7 @@ instruction of Python is executed that never was before.
 from __future__ import annotations
 
 import copy
+import dis
 import os
 import random
 import sys
@@ -26,8 +28,9 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +71,13 @@ _VALUES = (
     {"parameter": (0.3125, 2.5, -0.5), "gradient": (0.0625, 3.0, -0.75), "state": (0.5, 7.0, 0.25)},
 )
 """Of stand-ins in two trials, whose first elements are to come out equal; averages of squares are positive."""
+
+_WITHOUT_EFFECTS = frozenset(
+    {"torch", "abc", "collections", "contextlib", "copy", "enum", "functools", "numbers", "typing"}
+)
+"""Packages whose functions leave nothing behind."""
+
+_WITH_EFFECTS = frozenset({"print", "open", "input", "exec", "eval", "warn"})
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device)
 """What of a state, or among hyper-parameters, holds nothing else."""
@@ -191,7 +201,7 @@ class _Trial:
         held += [value for state in self._copy.state.values() for value in state.values() if torch.is_tensor(value)]
         calls = _Calls(held)
         self._operations = _Operations(calls)
-        with calls, self._operations, _noting(executed), _not_drawing():
+        with calls, self._operations, _noting(executed, type(self._copy)), _not_drawing():
             step(self._copy)
         self._check_left()
 
@@ -343,12 +353,21 @@ def _not_drawing() -> Iterator[None]:
 
 
 @contextmanager
-def _noting(executed: set[Any]) -> Iterator[None]:
-    """Within, note each instruction of Python that is neither torch's nor this module's."""
+def _noting(executed: set[Any], kind: type) -> Iterator[None]:
+    """Within, note each instruction of Python that is neither torch's nor this module's; and check that what the code
+    of ``kind`` and of its bases calls has no effects that would be seen twice."""
+    own = {_package(base.__module__) for base in kind.__mro__} - {"torch", "builtins"}
 
     def call(frame: Any, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename.startswith((_TORCH, __file__)):
             return None
+        name = frame.f_globals.get("__name__", "")
+        caller = frame.f_back.f_globals.get("__name__", "")
+        _expect(
+            _package(name) in own or _package(caller) not in own or _package(name) in _WITHOUT_EFFECTS,
+            f"it calls {name}.{frame.f_code.co_name}, which may have effects",
+        )
+        _expect(not _sets_globals(frame.f_code), "it sets a global variable")
         frame.f_trace_opcodes = True
         return instruction
 
@@ -357,12 +376,31 @@ def _noting(executed: set[Any]) -> Iterator[None]:
             executed.add((frame.f_code, frame.f_lasti))
         return instruction
 
-    before = sys.gettrace()
+    def builtin(frame: Any, event: str, arg: Any) -> None:
+        if event == "c_call" and _package(frame.f_globals.get("__name__", "")) in own:
+            of = arg.__module__ or type(arg.__self__).__module__
+            _expect(
+                arg.__name__ not in _WITH_EFFECTS and of not in ("_io", "posix"),
+                f"it calls {arg.__name__}, which has effects",
+            )
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.setprofile(builtin)
     sys.settrace(call)
     try:
         yield
     finally:
-        sys.settrace(before)
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@lru_cache(maxsize=1024)
+def _sets_globals(code: CodeType) -> bool:
+    return any(each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for each in dis.get_instructions(code))
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
