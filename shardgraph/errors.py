@@ -87,6 +87,10 @@ class BackwardError(ShardGraphError, RuntimeError):
     """A backward that PyTorch would refuse too: its parameters have changed, or it was to be differentiated again."""
 
 
+class MixedTensorsError(ShardGraphError, RuntimeError):
+    """A function was given a parameter's shard, a DTensor, together with other tensors, as PyTorch refuses it too."""
+
+
 class ModelCheckError(ShardGraphError, AssertionError, ValueError):
     """An ``assert``, or a branch that raises, of the model's forward; the message names its line."""
 

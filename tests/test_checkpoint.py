@@ -241,6 +241,8 @@ def broken(change: str) -> dict[str, Tensor]:
         state["thin.wieght"] = state.pop("thin.weight")
     elif change == "wider":
         state = Odd(seed=1, width=8).state_dict()
+    elif change == "of integers":
+        state["thin.bias"] = state["thin.bias"].long()
     return state
 
 
@@ -251,6 +253,7 @@ def broken(change: str) -> dict[str, Tensor]:
         ("renamed", r"1 unknown to this model: 'thin.wieght'; did you mean 'thin.weight'\?"),
         ("wider", r"'embed.weight' is \[5, 8\], here \[5, 7\]"),
         ("wider", r"of another shape: .* and 3 more"),
+        ("of integers", r"numbers of other kinds(?s:.*)'thin.bias' is torch.int64 in it, here torch.float32"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(change: str, message: str) -> None:

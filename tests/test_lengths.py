@@ -88,6 +88,18 @@ def test_a_value_by_which_forward_branches_is_told_with_its_line(caplog):
     )
 
 
+def test_a_value_that_is_asked_for_on_one_way_alone_is_told_with_its_line(caplog):
+    class Further(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else x * 2 if x.max() > -1 else x * 3
+
+    sharded = compiled(Further())
+    sharded(x(2).abs() + 1)
+    with caplog.at_level("INFO", "shardgraph"):
+        sharded(-x(2).abs() - 2)
+    assert "if x.max() > -1" in caplog.text and "is False, and was not asked for before" in caplog.text
+
+
 def test_many_programs_for_shapes_alone_are_warned_of_once_with_what_to_do():
     sharded = compiled(nn.Linear(4, 4))
     with warnings.catch_warnings(record=True) as caught:

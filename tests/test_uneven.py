@@ -140,6 +140,7 @@ def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_t
         assert "join() cannot be under plan 'tp'" in told["tp"]
         assert "run out of data" in told["stopped"]
         assert "never made such a call" in told["never called"]
+        assert "never stepped the optimizer" in told["never stepped"]
         assert told["as written"].startswith("Linear, which runs as it is written, communicates")
 
 

@@ -439,11 +439,25 @@ def refusals_of_join() -> dict[str, str]:
             for _ in range(dist.get_rank()):
                 fresh(torch.ones(2, 6).double()).sum().backward()
 
+    def never_stepped() -> None:
+        fresh = shardgraph.compile(model(), "fsdp")
+        first, second = (torch.optim.SGD(fresh.parameters(), lr=0.1) for _ in range(2))
+        fresh(torch.ones(2, 6).double()).sum().backward()
+        with fresh.join():
+            for _ in range(dist.get_rank()):
+                fresh(torch.ones(2, 6).double()).sum().backward()
+                first.step(), second.step()
+
     def as_written() -> None:
         with sharded.join():
             sharded[0](torch.ones(2, 6).double())
 
-    for name, call in (("stopped", stopped), ("never called", never_called), ("as written", as_written)):
+    for name, call in (
+        ("stopped", stopped),
+        ("never called", never_called),
+        ("never stepped", never_stepped),
+        ("as written", as_written),
+    ):
         try:
             call()
         except (RuntimeError, ShardGraphError) as error:

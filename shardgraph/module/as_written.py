@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import MixedTensorsError, ShardGraphError
 from shardgraph.module.checkpoint import sharded_like
 from shardgraph.module.joining import refuse_inside
-from shardgraph.torch_api import list_weights, local_tensor, pytree
+from shardgraph.torch_api import explain_mixed_tensors, list_weights, local_tensor, pytree
 
 _RUN = "_compiled_call_impl"
 """The attribute of a module that replaces what calling it does, for this instance; torch's copies leave it out."""
@@ -44,6 +44,7 @@ class AsWritten:
 
     def intercept(self, model: nn.Module) -> None:
         """From now on, calls of ``model`` and of its submodules that have shards gather them."""
+        explain_mixed_tensors(_mixed)
         for module in _with_shards(model):
             before = vars(module).get(_RUN)
             run = before.run if isinstance(before, _Intercepted) else before
@@ -54,19 +55,23 @@ class AsWritten:
 
         @functools.wraps(bound)
         def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with self._session(), nullcontext() if self._refusal else _ByThemselves(self):
-                    result = bound(*args, **kwargs)
-                return self._returned(result)
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" not in str(error):
-                    raise
-                raise ShardGraphError(
-                    f"{name}() of the model writes to a parameter outside of the call of the module that has it, "
-                    f"and the parameter is a shard: call it inside of `with sharded.unsharded():` ({error})"
-                ) from error
+            with self.by_themselves(f"{name}() of the model"):
+                result = bound(*args, **kwargs)
+            return self._returned(result)
 
         return run
+
+    @contextmanager
+    def by_themselves(self, what: str) -> Iterator[None]:
+        """Inside, which is ``what``, parameters may be used by themselves, and each is gathered once."""
+        try:
+            with self._session(), nullcontext() if self._refusal else _ByThemselves(self):
+                yield
+        except MixedTensorsError as error:  # all that computes with them has found them whole
+            raise ShardGraphError(
+                f"{what} writes to a parameter outside of the call of the module that has it, "
+                f"and the parameter is a shard: call it inside of `with sharded.unsharded():` ({error.__cause__})"
+            ) from error
 
     def call(self, module: nn.Module, run: Callable[..., Any]) -> Any:
         """The result of ``run``, with whole parameters in the places of the shards of ``module`` and its children."""
@@ -174,6 +179,16 @@ class _ByThemselves(TorchFunctionMode):
                     raise
         args, kwargs = pytree.tree_map_only(DTensor, self._as_written.whole, given)
         return func(*args, **kwargs)
+
+
+def _mixed(error: RuntimeError) -> Exception:
+    """What is raised where torch says that a function takes DTensors together with other tensors."""
+    return MixedTensorsError(
+        "a function was given a shard of a parameter together with other tensors, outside of the compiled module: call "
+        "it inside of `with sharded.as_written():`, in which parameters are whole for what computes with them and "
+        "gradients reach the shards, or make it a method of the model; parameter.full_tensor() is the value alone. A "
+        f"copy of a parameter that is written to takes DTensors too ({error})"
+    )
 
 
 _WRITING = re.compile(r"[^_]_$|^__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__$|^backward$")

@@ -495,6 +495,19 @@ class ShardedModule(nn.Module):
         finally:
             self.reshard()
 
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Code of your own inside runs as methods of the model do: on whole parameters, which are gathered where other
+        tensors meet them, each once. Gradients reach the shards. All ranks must run it.
+
+        Raises:
+            ShardGraphError: the plan has a pipeline, whose stages are on several ranks.
+        """
+        if (reason := self._why_not_as_written()) is not None:
+            raise ShardGraphError(reason)
+        with self._as_written.by_themselves("what is inside of as_written()"):
+            yield
+
     def _why_not_as_written(self) -> str | None:
         """Why the model's own code cannot run on this rank, if it cannot."""
         return None

@@ -384,5 +384,7 @@ class _Once(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise BackwardError(
             "a module that shardgraph compiled can be differentiated once: its backward has no backward of its own. "
-            "Compute what needs second derivatives, such as a gradient penalty, with the original model"
+            "Compute what needs second derivatives, such as a gradient penalty, in forward, where "
+            "torch.autograd.grad(..., create_graph=True) is part of the program, or through sharded.original(...), "
+            "which runs as it is written"
         )

@@ -94,7 +94,14 @@ from shardgraph.torch_api.strategies import (
     strategy_of,
     tensor_meta,
 )
-from shardgraph.torch_api.tensors import as_placed, is_viewed, local_tensor, placed, with_strides
+from shardgraph.torch_api.tensors import (
+    as_placed,
+    explain_mixed_tensors,
+    is_viewed,
+    local_tensor,
+    placed,
+    with_strides,
+)
 from shardgraph.torch_api.tracing import (
     NothingTracedError,
     Trace,

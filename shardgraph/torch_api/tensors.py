@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
@@ -72,3 +75,19 @@ def is_viewed(tensor: torch.Tensor) -> bool:
 
 def _holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def explain_mixed_tensors(explained: Callable[[RuntimeError], Exception]) -> None:
+    """From now on, where an operation takes DTensors together with plain tensors, raise what ``explained`` makes of
+    torch's error."""
+    take = OpDispatcher._try_replicate_spec_for_scalar_tensor
+
+    @functools.wraps(take)
+    def taking(*args: Any) -> DTensorSpec:
+        try:
+            return take(*args)
+        except RuntimeError as error:
+            raise explained(error) from error
+
+    OpDispatcher._try_replicate_spec_for_scalar_tensor = taking  # type: ignore[method-assign]

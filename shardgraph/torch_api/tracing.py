@@ -29,6 +29,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import tracing
 from torch.distributions import constraints, kl
 
+from shardgraph.torch_api import derivatives
 from shardgraph.torch_api.decisions import users_line
 from shardgraph.torch_api.guarded_layers import Repeated, unequal
 from shardgraph.torch_api.guards import GUARD_HOOKS, Guards
@@ -175,10 +176,14 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         side_effect_replay_policy="warn",
         ignore_logger_methods=dynamo.config.ignore_logger_methods | _ignorable_calls(),
         **GUARD_HOOKS,
+        **derivatives.SETTINGS,
     )
     with _quiet(), static, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with _distributions(), _no_python_draws(), _reentrant_checkpoints(), get_metrics_context(), as_compiling():
+        taken = _distributions(), _no_python_draws(), _reentrant_checkpoints(), derivatives.leaves_in_forward()
+        with ExitStack() as inside:
+            for each in (*taken, get_metrics_context(), as_compiling()):
+                inside.enter_context(each)
             captured = fullgraph_capture(model, args, kwargs)
         if captured.backend_input is None:
             raise NothingTracedError("forward returns no tensor that it computes")
