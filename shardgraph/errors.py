@@ -87,8 +87,20 @@ class BackwardError(ShardGraphError, RuntimeError):
     """A backward that PyTorch would refuse too: its parameters have changed, or it was to be differentiated again."""
 
 
-class MixedTensorsError(ShardGraphError, RuntimeError):
-    """A function was given a parameter's shard, a DTensor, together with other tensors, as PyTorch refuses it too."""
+class ShardOperationError(ShardGraphError, NotImplementedError):
+    """An operation that PyTorch does not have for parameters' shards, or not for shards beside other tensors."""
+
+
+MIXED = "mixed torch.Tensor and DTensor"
+"""What torch's error has where an operation takes shards and other tensors; it is not always one of ours."""
+
+ON_SHARDS = (
+    "a parameter is a shard outside of the compiled module's calls and methods, and torch does not have this there. What "
+    "computes with parameters finds them whole inside of `with sharded.as_written():`, with gradients that reach the "
+    "shards; what writes to them, inside of `with sharded.unsharded():`; the step of an optimizer, in "
+    "shardgraph.ShardedOptimizer"
+)
+"""What works instead of an operation on shards that torch refuses."""
 
 
 class ModelCheckError(ShardGraphError, AssertionError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,6 +126,85 @@ def with_parameters_by_themselves(plan: str) -> tuple[float, str, float, str]:
         error = (sharded.project(part) - original.project(part)).abs().max().item()
         refused = raised(lambda: sharded.project(part).sum().backward())
     return trained, told, error, refused
+
+
+class Narrow(nn.Module):
+    """A policy with a method, as a part of another module; its last layer has fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.value = nn.Linear(6, 3), nn.Linear(6, 1)
+        self.log_std = nn.Parameter(torch.zeros(3))
+
+    def evaluate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.distributions.Normal(self.mean(x), self.log_std.exp())
+        return found.log_prob(x[:, :3]).mean(), self.value(x).square().mean()
+
+
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = Narrow()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(self.policy.evaluate(x))
+
+
+def outside_of_methods(plan: str) -> float:
+    """The error of weights after steps by a loss that is computed outside: a part's method, penalties, a scale."""
+    sharded, original = pair(plan, Agent, example_inputs=batch()[1:], mesh={"tp": 2} if plan == "tp" else None)
+    part, whole = batch()
+    part = whole if plan == "tp" else part
+    for model, x in ((sharded, part), (original, whole)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with model.as_written() if model is sharded else nullcontext():
+                surprise, value = model.policy.evaluate(x)
+                sizes = sum(parameter.abs().sum() for parameter in model.parameters())
+                scaled = (x[:, :3] * model.policy.log_std).mean()
+                loss = value - surprise + 0.01 * sizes + scaled + model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(sharded, original, gradients=False)
+
+
+def told_of_shards() -> dict[str, str]:
+    """What is said of operations on shards that torch does not have, outside of methods and within ``as_written``."""
+    sharded, _ = pair("fsdp", Agent)
+    part, _ = batch()
+    weight = sharded.policy.mean.weight
+    with torch.no_grad():
+        told = {
+            "method of a part": raised(lambda: sharded.policy.evaluate(part)),
+            "initialised": raised(lambda: nn.init.normal_(weight)),
+            "noise": raised(lambda: torch.randn_like(weight)),
+            "renormed": raised(lambda: weight.renorm_(2, 0, 1.0)),
+        }
+        with sharded.as_written():
+            weight.mul_(2.0)
+        try:
+            with sharded.as_written():
+                weight.add_(torch.ones(3, 6).double())
+        except shardgraph.ShardGraphError as error:
+            told["written"] = str(error)
+    return told
+
+
+def mixed_and_not_caught() -> None:
+    sharded, _ = pair("fsdp")
+    batch()[0][:, :5] @ sharded.projection
+
+
+def gradient_penalty(plan: str) -> float:
+    """The error of gradients through the slope of a critic by its inputs, through the original."""
+    sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1)))
+    part, whole = batch()
+    for model, called, x in ((sharded, sharded.original, part), (original, original, whole)):
+        at = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(called(at).sum(), at, create_graph=True)
+        ((slope.norm(dim=1) - 1).square().mean() + model(x).mean()).backward()
+    return difference(sharded, original, gradients=True)
 
 
 def written_whole(plan: str) -> tuple[float, float]:

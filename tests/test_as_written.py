@@ -44,6 +44,32 @@ def test_a_method_computes_with_a_parameter_by_itself_and_writes_to_it_where_it_
 
 
 @pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
+def test_a_loss_outside_of_methods_computes_with_parameters_and_methods_of_parts(plan):
+    assert max(on_ranks(as_written.outside_of_methods, args=(plan,))) < EXACT
+
+
+def test_operations_on_shards_that_torch_does_not_have_are_told_with_what_works():
+    for told in on_ranks(as_written.told_of_shards):
+        for of in ("method of a part", "initialised", "noise", "renormed"):
+            assert "with sharded.as_written():" in told[of] and "with sharded.unsharded():" in told[of], of
+        assert "on CPUs would draw the same numbers" in told["initialised"] and "randn_like" in told["noise"]
+        assert "inside of as_written() writes to a parameter" in told["written"]
+        assert "call it inside of `with sharded.unsharded():`" in told["written"]
+
+
+def test_torch_s_own_error_of_shards_beside_other_tensors_has_a_note_with_what_works():
+    with pytest.raises(shardgraph.LaunchError, match=r"mixed torch\.Tensor and DTensor(?s:.*)with sharded\.as_written"):
+        shardgraph.launch(as_written.mixed_and_not_caught, 2)
+
+
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_a_gradient_penalty_is_differentiated_through_the_original(plan):
+    assert max(on_ranks(as_written.gradient_penalty, args=(plan,))) < EXACT
+
+
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_what_is_written_to_whole_parameters_is_kept_and_a_call_shards_them_again(plan):
     for errors in on_ranks(as_written.written_whole, args=(plan,)):

@@ -8,9 +8,6 @@ from torch import nn
 
 import shardgraph
 from shardgraph.errors import CaptureError
-from shardgraph.torch_api.derivatives import SETTINGS
-
-pytestmark = pytest.mark.skipif(not SETTINGS, reason="the tracer of this torch has no derivatives in forward")
 
 MESHES = {"fsdp": {"dp": 2}, "tp": {"tp": 2}, "fsdp+tp": {"dp": 2, "tp": 2}, "pp": {"pp": 2}}
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

@@ -148,6 +148,7 @@ _FILLED = {  # by the position of the number that all elements are
     aten.scalar_tensor.default: 0,
 }
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+_ONES = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 
 _CONSTANT = Term("mean")
@@ -168,7 +169,7 @@ class _Reader:
                 cut = isinstance(ROLE.of(node), ir.Input) and isinstance(value, torch.Tensor) and value.dim() > 0
                 varies = cut and value.shape[0] == rows
             else:
-                filled = (node.target in _FILLED or node.target in _ZEROS) and not node.meta["val"].dim()
+                filled = _is_filled(node) and not node.meta["val"].dim()
                 varies = not filled and bool(self.varying & set(node.all_input_nodes))
             if varies:
                 self.varying.add(node)
@@ -316,11 +317,17 @@ class _Reader:
         )
 
 
+def _is_filled(node: fx.Node) -> bool:
+    """Whether all elements are one number, whatever the tensor holds that a node is like."""
+    return node.target in _FILLED or node.target in _ZEROS | _ONES
+
+
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
     """Every value that a value depends on."""
     seen, pending = {node}, [node]
     while pending:
-        for each in pending.pop().all_input_nodes:
+        node = pending.pop()
+        for each in () if _is_filled(node) else node.all_input_nodes:
             if each not in seen:
                 seen.add(each)
                 pending.append(each)

@@ -51,14 +51,14 @@ def row_numbers(run: Callable[[Any], Any], inputs: Any, rows: int, mode: FakeTen
     def numbers(more: int) -> list[tuple[str, float]]:
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.dim() or tensor.shape[0] != rows:
-                return tensor
+                return tensor.detach()  # forward may have it require a gradient
             return tensor.new_empty((rows + more, *tensor.shape[1:]))
 
         with _Arithmetic() as arithmetic:
             run(pytree.tree_map_only(torch.Tensor, resized, inputs))
         return arithmetic.numbers
 
-    with mode, torch.no_grad():
+    with mode, torch.enable_grad():  # for derivatives that forward computes
         try:
             now, longer = numbers(0), numbers(1)
         except Exception:  # the model's own, for a length that it does not take

@@ -12,7 +12,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
-from shardgraph.errors import MixedTensorsError, ShardGraphError
+from shardgraph.errors import MIXED, ON_SHARDS, ShardGraphError, ShardOperationError
 from shardgraph.module.checkpoint import sharded_like
 from shardgraph.module.joining import refuse_inside
-from shardgraph.torch_api import explain_mixed_tensors, list_weights, local_tensor, pytree
+from shardgraph.torch_api import explain_refusals, list_weights, local_tensor, pytree
 
 _RUN = "_compiled_call_impl"
 """The attribute of a module that replaces what calling it does, for this instance; torch's copies leave it out."""
@@ -44,7 +44,7 @@ class AsWritten:
 
     def intercept(self, model: nn.Module) -> None:
         """From now on, calls of ``model`` and of its submodules that have shards gather them."""
-        explain_mixed_tensors(_mixed)
+        explain_refusals(_explained)
         for module in _with_shards(model):
             before = vars(module).get(_RUN)
             run = before.run if isinstance(before, _Intercepted) else before
@@ -67,10 +67,12 @@ class AsWritten:
         try:
             with self._session(), nullcontext() if self._refusal else _ByThemselves(self):
                 yield
-        except MixedTensorsError as error:  # all that computes with them has found them whole
-            raise ShardGraphError(
-                f"{what} writes to a parameter outside of the call of the module that has it, "
-                f"and the parameter is a shard: call it inside of `with sharded.unsharded():` ({error.__cause__})"
+        except RuntimeError as error:
+            if not isinstance(error, ShardOperationError) and MIXED not in str(error):
+                raise
+            raise ShardGraphError(  # all that computes with them has found them whole
+                f"{what} writes to a parameter outside of the call of the module that has it, and the parameter is a "
+                f"shard: call it inside of `with sharded.unsharded():` ({error.__cause__ or error})"
             ) from error
 
     def call(self, module: nn.Module, run: Callable[..., Any]) -> Any:
@@ -172,26 +174,24 @@ class _ByThemselves(TorchFunctionMode):
         if not any(isinstance(each, DTensor) for each in tensors):
             return func(*args, **kwargs)
         if all(isinstance(each, DTensor) for each in tensors):
-            try:
+            with suppress(ShardOperationError):  # of what DTensor does not have
+                if torch.is_grad_enabled() and not _LEAF.search(getattr(func, "__name__", "")):
+                    args, kwargs = pytree.tree_map_only(DTensor, _placed, given)
                 return func(*args, **kwargs)
-            except NotImplementedError as error:
-                if "sharding strategy" not in str(error):
-                    raise
         args, kwargs = pytree.tree_map_only(DTensor, self._as_written.whole, given)
         return func(*args, **kwargs)
 
 
-def _mixed(error: RuntimeError) -> Exception:
-    """What is raised where torch says that a function takes DTensors together with other tensors."""
-    return MixedTensorsError(
-        "a function was given a shard of a parameter together with other tensors, outside of the compiled module: call "
-        "it inside of `with sharded.as_written():`, in which parameters are whole for what computes with them and "
-        "gradients reach the shards, or make it a method of the model; parameter.full_tensor() is the value alone. A "
-        f"copy of a parameter that is written to takes DTensors too ({error})"
-    )
+def _explained(error: RuntimeError) -> Exception:
+    """What is raised where torch does not have an operation for shards."""
+    return ShardOperationError(f"{ON_SHARDS} ({str(error).partition(chr(10))[0]})")
 
 
 _WRITING = re.compile(r"[^_]_$|^__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__$|^backward$")
+
+
+_LEAF = re.compile(r"^__(get|set|deepcopy)__$|^register_|^retain_grad$")
+"""Functions that are about a tensor itself, not about its value."""
 
 
 def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -219,6 +219,22 @@ def _with_shards(model: nn.Module) -> set[nn.Module]:
         found.update(above)
         pending += above
     return found
+
+
+def _placed(shard: DTensor) -> DTensor:
+    """``shard``, as one that is given its gradient in its own placements: those of a function of shards may differ."""
+    return _Placed.apply(shard) if shard.is_leaf and shard.requires_grad else shard
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: DTensor) -> DTensor:
+        ctx.placements = shard.placements
+        return shard.view_as(shard)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> DTensor:
+        return gradient.redistribute(placements=ctx.placements)
 
 
 class _Whole(torch.autograd.Function):

@@ -96,7 +96,7 @@ from shardgraph.torch_api.strategies import (
 )
 from shardgraph.torch_api.tensors import (
     as_placed,
-    explain_mixed_tensors,
+    explain_refusals,
     is_viewed,
     local_tensor,
     placed,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import _dynamo as dynamo
+import torch._dynamo as dynamo
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
-SETTINGS = {name: True for name in ("trace_autograd_ops",) if hasattr(dynamo.config, name)}
-"""Settings of the tracer with which it takes ``torch.autograd.grad``; a torch without them refuses it."""
+SETTINGS = {"trace_autograd_ops": True}
+"""Settings of the tracer with which it takes ``torch.autograd.grad``."""
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,8 +31,6 @@ def leaves_in_forward() -> AbstractContextManager[Any]:
     It would end there, for what depends on such a tensor would lose the gradient that the tensor accumulates. Nothing
     that forward returns shows it, so the tensor is another one from there on, for the graph alone.
     """
-    if not SETTINGS:
-        return nullcontext()
     require = TensorVariable.method_requires_grad_
 
     def requiring(self: Any, tx: Any, requires_grad: Any = True) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,17 +78,42 @@ def _holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+_STEPS = ("_try_replicate_spec_for_scalar_tensor", "_propagate_op_sharding_dispatch_slow_path")
+"""What DTensor calls for an operation's plain tensors, and for the placements of its results."""
+_RUN = "_dispatch_get_local_results_slow_path"
+"""What it calls to compute on shards, for all that draws random numbers."""
+
+
 @functools.cache
-def explain_mixed_tensors(explained: Callable[[RuntimeError], Exception]) -> None:
-    """From now on, where an operation takes DTensors together with plain tensors, raise what ``explained`` makes of
-    torch's error."""
-    take = OpDispatcher._try_replicate_spec_for_scalar_tensor
+def explain_refusals(explained: Callable[[RuntimeError], Exception]) -> None:
+    """From now on, where DTensor does not have an operation, or not together with plain tensors, or draws other numbers
+    than for the whole tensor, as on CPUs, raise what ``explained`` makes of the error that says so."""
 
-    @functools.wraps(take)
-    def taking(*args: Any) -> DTensorSpec:
-        try:
-            return take(*args)
-        except RuntimeError as error:
-            raise explained(error) from error
+    def explaining(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def taking(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            except RuntimeError as error:
+                if not re.search("mixed torch.Tensor and DTensor|sharding strategy|Sharding propagation", str(error)):
+                    raise
+                raise explained(error) from error
 
-    OpDispatcher._try_replicate_spec_for_scalar_tensor = taking  # type: ignore[method-assign]
+        return taking
+
+    def checking(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def running(self: Any, operation: Any, args: Any, info: Any) -> Any:
+            if operation in self._random_ops and _is_divided_on_cpu(args[0]):
+                raise explained(RuntimeError(f"{operation} of shards on CPUs would draw the same numbers for each"))
+            return run(self, operation, args, info)
+
+        return running
+
+    for name, wrapped in (*((step, explaining) for step in _STEPS), (_RUN, checking)):
+        setattr(OpDispatcher, name, wrapped(getattr(OpDispatcher, name)))
+
+
+def _is_divided_on_cpu(tensor: Any) -> bool:
+    on_cpu = isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu"
+    return on_cpu and not all(placement.is_replicate() for placement in tensor.placements)

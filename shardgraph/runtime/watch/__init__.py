@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from shardgraph import torch_api
-from shardgraph.errors import RankFailedError, ShardGraphError
+from shardgraph.errors import MIXED, ON_SHARDS, RankFailedError, ShardGraphError
 from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.place import agreeing
 from shardgraph.runtime.watch.sentinel import state
@@ -188,7 +188,12 @@ def translated(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def seen(error: BaseException) -> BaseException:
-    """What an error that ends this rank is: the failure of another rank, if it is of communication and there is one."""
+    """What an error that ends this rank is: the failure of another rank, if it is of communication and there is one.
+
+    Torch's own of shards beside other tensors gets a note with what works.
+    """
+    if isinstance(error, RuntimeError) and MIXED in str(error):
+        error.add_note(f"shardgraph: {ON_SHARDS}")
     return failed(error, place.of_error(error).text) or error
 
 
