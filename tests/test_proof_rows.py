@@ -85,6 +85,39 @@ def test_what_a_row_gives_with_others_is_refused_by_its_line(of):
         rows(of).raise_if_mixed()
 
 
+class Scaled(nn.Module):
+    """Rows times numbers of the model's own, as similarities have a learned temperature."""
+
+    def __init__(self, of: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(6, 3), of
+        self.scale, self.weights = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(self.layer(x), self.scale, self.weights)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h, scale, weights: scale.exp() * h @ h.T,
+        lambda h, scale, weights: (h / weights.norm()).softmax(0),
+        lambda h, scale, weights: h * torch.cat([h.mean().view(1), weights]),
+    ],
+    ids=["similarities", "a softmax over rows", "a mean over rows beside weights"],
+)
+def test_numbers_of_the_model_do_not_hide_rows_that_are_combined(of):
+    joint = capture(Scaled(of), (torch.randn(4, 6),), {}, device=torch.device("cpu"))
+    with pytest.raises(ShardGraphError, match=r"not computed apart: at .*test_proof_rows\.py:\d+ "):
+        rows_of(joint).raise_if_mixed()
+
+
+def test_rows_are_known_to_be_apart_where_numbers_of_the_model_scale_them():
+    model = Scaled(lambda h, scale, weights: h * scale.exp() / (weights.norm() + weights[0] + 1e-6))
+    found = rows_of(capture(model, (torch.randn(4, 6),), {}, device=torch.device("cpu")))
+    assert found.apart
+
+
 def test_bags_that_begin_at_offsets_are_refused_and_those_in_rows_are_not():
     class Bags(nn.Module):
         def __init__(self) -> None:

@@ -42,7 +42,8 @@ _UNEQUAL = (
 )
 _IN_THE_GRAPH = (
     "values of inputs may decide, but this one depends on parameters, buffers or earlier layers: compute both ways and "
-    "choose with torch.where, or, if it is always the same, say so with shardgraph.assume({place!r}, False)"
+    "choose with torch.where, write buffers that it changes in place (self.mean.copy_(...), which is computed both "
+    "ways), or, if it is always the same, say so with shardgraph.assume({place!r}, False)"
 )
 
 _assumed: dict[str, bool] = {}

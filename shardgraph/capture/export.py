@@ -25,7 +25,7 @@ from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.side_effects import Effects, harmful, merged, side_effects
-from shardgraph.errors import CaptureError
+from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import AttributeResult, Origin
 
 PREFIX = "model."
@@ -168,7 +168,9 @@ def export(
             return Exported(_lower(traced.graph, args, kwargs), named, effects, guards, repeats, traced.unequal, origin)
     except torch_api.DynamoError as error:
         raise CaptureError(_explain(name, error, decisions)) from error
-    except (RuntimeError, AssertionError, AttributeError, NotImplementedError, SyntaxError) as error:
+    except ShardGraphError:
+        raise
+    except Exception as error:  # of the tracer's own, of any kind
         if isinstance(error, (SyntaxError, torch_api.NothingTracedError)):  # torch's tracer ends so where all is unused
             raise CaptureError(
                 f"forward of {name} returns no tensor that it computes, so that there is no program to make of it: "
@@ -178,7 +180,14 @@ def export(
             at, said = stack[-1], str(error).partition("\n")[0]
             reads = "fake modes" in said  # as torch's tracer ends at tolist()
             reason = "Python reads values that the graph computes" if reads else f"torch's tracer fails ({said})"
-            raise CaptureError(_told(name, reason, [(at.filename, at.lineno, at.name, at.line)])) from error
+            frames = [(each.filename, each.lineno, each.name, each.line) for each in stack]
+            raise CaptureError(_told(name, reason, frames[-1:], _known(f"{reason} {frames}"))) from error
+        if "Encountered a set_ on a graph input" in str(error):
+            raise CaptureError(
+                f"forward of {name} replaces the data of a parameter or buffer (tensor.data = ...), which no graph "
+                "can: write parameters after optimizer.step(), in place, in a method of the model; assign or write "
+                "buffers, as in self.buffer = value"
+            ) from error
         raise CaptureError(
             f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
         ) from error
@@ -313,9 +322,14 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
             "  if a call of the model itself does not raise it, torch's tracer is at fault"
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
-    known = [remedy for found, remedy in _REMEDIES.items() if re.search(found, f"{reason} {frames}")]
+    known = _known(f"{reason} {frames}")
     branches = re.search("Data-dependent|data-dependent expression", reason) and decisions.remedy
     return _told(name, reason, last, known or ([decisions.remedy] if branches else hints))
+
+
+def _known(text: str) -> list[str]:
+    """What to do about a reason and the lines that led to it."""
+    return [remedy for found, remedy in _REMEDIES.items() if re.search(found, text)]
 
 
 def _at(frames: Iterable[Sequence[Any]]) -> str:
@@ -338,6 +352,8 @@ _REMEDIES = {
     "give recurrent layers the padded batch, read the output at the last position of each sequence with torch.gather, "
     "and leave padding out of the loss; for a layer in two directions, reverse each sequence within its length with "
     "torch.gather and use two layers",
+    "flex_attention|create_block_mask": "masks of flex_attention are Python: give scaled_dot_product_attention a mask "
+    "that is computed from the numbers of documents, attn_mask=(document[:, :, None] == document[:, None, :]).tril()",
     "compute_num_masked_span|_compute_mask_indices": "NumPy draws what is masked (SpecAugment), otherwise on each "
     "rank: set apply_spec_augment=False in the config, with which it is captured, and mask features before the call",
 }

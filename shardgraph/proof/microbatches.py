@@ -135,21 +135,34 @@ class _RowTyping(Typing):
             if node not in self.forward:
                 return None
             operands = {each: known[each] for each in node.all_input_nodes}
-            if _is_number(node) or (operands and self.numbers >= set(operands)):
+            rows = any(_on_rows(held) for held in operands.values())
+            if _is_number(node) or (not rows and self.numbers & set(operands)):
                 self._reduce(node, operands)
-                return None
+                return None if node in self.numbers or None in operands.values() else self._same(node)
             if node.target in _BAGS and _on_rows(known[node.args[2]]):
                 self.mixed[node] = (
                     "offsets say where bags begin among the indices of the whole batch: give indices as a matrix, with "
                     "a row for each bag (padding_idx= fills short ones)"
                 )
-            if any(_on_rows(held) for held in operands.values()):
+            if node.target is aten.searchsorted.Tensor and _on_rows(known[node.args[0]]) and len(known[node.args[0]].dims) == 1:
+                self.mixed[node] = (
+                    "positions are looked up among as many offsets as the batch has rows, which are cut with them: give "
+                    "the number of each position's document instead, a row for each of the batch's"
+                )
+            if rows:
                 for number in self.numbers & set(operands):
                     self.mixed[node] = f"it depends on {number.name}, a value of the whole batch"
         return super()._typed(gm, node, known, inputs)
 
+    def _same(self, node: fx.Node) -> Any:
+        """Numbers that are the same for all microbatches, such as a scale that is learned."""
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return self.made([node.name], value, None)
+        return [self.made([node.name, index], each, None) for index, each in enumerate(value)]
+
     def _reduce(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> None:
-        """Note a number that depends on the batch; the analysis of the loss says how it is reduced over rows."""
+        """Note a number, or what numbers are put together to, that depends on the batch; the analysis of the loss says how it is reduced over rows."""
         if any(_on_rows(held) for held in operands.values()) or self.numbers & set(operands):
             self.numbers.add(node)
         if any(isinstance(held, Held) and held.dims and held.partial for held in operands.values()):
