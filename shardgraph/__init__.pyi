@@ -84,6 +84,9 @@ from .errors import (
 from .errors import (
     ShardGraphError as ShardGraphError,
 )
+from .errors import (
+    ShardOperationError as ShardOperationError,
+)
 from .health.nonfinite import (
     NonFinite as NonFinite,
 )

@@ -95,9 +95,9 @@ MIXED = "mixed torch.Tensor and DTensor"
 """What torch's error has where an operation takes shards and other tensors; it is not always one of ours."""
 
 ON_SHARDS = (
-    "a parameter is a shard outside of the compiled module's calls and methods, and torch does not have this there. What "
-    "computes with parameters finds them whole inside of `with sharded.as_written():`, with gradients that reach the "
-    "shards; what writes to them, inside of `with sharded.unsharded():`; the step of an optimizer, in "
+    "a parameter is a shard outside of the compiled module's calls and methods, and torch does not have this there. "
+    "What computes with parameters finds them whole inside of `with sharded.as_written():`, with gradients that reach "
+    "the shards; what writes to them, inside of `with sharded.unsharded():`; the step of an optimizer, in "
     "shardgraph.ShardedOptimizer"
 )
 """What works instead of an operation on shards that torch refuses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ MESHES = {
 }
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 5 + [2] * 8, [0] * 16, [0] + [1] * 14 + [2], [0] * 8 + [1] * 8])
-POSITIONS = torch.stack([torch.cat([torch.arange(int((row == each).sum())) for each in row.unique()]) for row in DOCUMENTS])
+POSITIONS = torch.stack(
+    [torch.cat([torch.arange(int((row == each).sum())) for each in row.unique()]) for row in DOCUMENTS]
+)
 OFFSETS = torch.tensor([0, 5, 11, 14, 16])  # of documents in every row
 GIVEN = {
     "mask": (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]).tril()[:, None],
@@ -45,7 +48,7 @@ def attended(how: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=given)
     if how == "offsets, one document after the other":
         cuts = given.tolist()
-        parts = [[each[:, :, start:end] for each in (q, k, v)] for start, end in zip(cuts, cuts[1:], strict=False)]
+        parts = [[each[:, :, start:end] for each in (q, k, v)] for start, end in pairwise(cuts)]
         return torch.cat([F.scaled_dot_product_attention(*part, is_causal=True) for part in parts], 2)
     document = given
     if how == "positions that restart":
@@ -66,7 +69,8 @@ class Packed(nn.Module):
         super().__init__()
         self.how = how
         self.embed, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.project, self.out, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids: torch.Tensor, given: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -125,7 +129,7 @@ def test_a_document_that_ranks_do_not_divide_is_refused_with_the_lengths_that_wo
 
 
 def test_as_many_offsets_as_rows_are_refused_in_a_pipeline():
-    with pytest.raises(shardgraph.ShardGraphError, match=r"as many offsets as the batch has rows.*each position's document"):
+    with pytest.raises(shardgraph.ShardGraphError, match=r"as many offsets as the batch has rows.*position's document"):
         ids = torch.zeros(8, LENGTH, dtype=torch.long)  # two rows for each microbatch
         check(Packed("offsets"), {"ids": ids, "given": torch.arange(0, LENGTH, 2), "labels": ids}, "pp")
 

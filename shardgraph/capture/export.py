@@ -177,7 +177,7 @@ def export(
                 "return what it computes from its inputs, or its loss"
             ) from None
         if stack := getattr(error, "real_stack", None):  # of the user's code, where the tracer itself failed
-            at, said = stack[-1], str(error).partition("\n")[0]
+            said = str(error).partition("\n")[0]
             reads = "fake modes" in said  # as torch's tracer ends at tolist()
             reason = "Python reads values that the graph computes" if reads else f"torch's tracer fails ({said})"
             frames = [(each.filename, each.lineno, each.name, each.line) for each in stack]

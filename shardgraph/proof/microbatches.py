@@ -36,6 +36,9 @@ _BY_MICROBATCH = {
 """What is documented to be computed for each microbatch as for a batch."""
 
 
+_FILLS = {aten.fill.Tensor}
+"""What has a number, the same for all microbatches here, in the place of each element."""
+
 _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 
 
@@ -144,10 +147,10 @@ class _RowTyping(Typing):
                     "offsets say where bags begin among the indices of the whole batch: give indices as a matrix, with "
                     "a row for each bag (padding_idx= fills short ones)"
                 )
-            if node.target is aten.searchsorted.Tensor and _on_rows(known[node.args[0]]) and len(known[node.args[0]].dims) == 1:
+            if _looks_up_among_rows(node, known):
                 self.mixed[node] = (
-                    "positions are looked up among as many offsets as the batch has rows, which are cut with them: give "
-                    "the number of each position's document instead, a row for each of the batch's"
+                    "positions are looked up among as many offsets as the batch has rows, which are cut with them: "
+                    "give the number of each position's document instead, a row for each of the batch's"
                 )
             if rows:
                 for number in self.numbers & set(operands):
@@ -162,7 +165,8 @@ class _RowTyping(Typing):
         return [self.made([node.name, index], each, None) for index, each in enumerate(value)]
 
     def _reduce(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> None:
-        """Note a number, or what numbers are put together to, that depends on the batch; the analysis of the loss says how it is reduced over rows."""
+        """Note a number, or what numbers are put together to, that depends on the batch; the analysis of the loss says
+        how it is reduced over rows."""
         if any(_on_rows(held) for held in operands.values()) or self.numbers & set(operands):
             self.numbers.add(node)
         if any(isinstance(held, Held) and held.dims and held.partial for held in operands.values()):
@@ -180,7 +184,7 @@ class _RowTyping(Typing):
         return value.with_dims([(first,), *value.dims[1:lead], rest, *value.dims[lead + 1 :]])
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.target in _BY_MICROBATCH or draws(node):
+        if node.target in _BY_MICROBATCH | _FILLS or draws(node) or _writes_within_rows(node, args):
             return self._apart(node, args)
         try:
             return super()._called(node, args, kwargs)
@@ -205,6 +209,20 @@ def _is_number(node: fx.Node) -> bool:
     value = node.meta.get("val")
     values = [value] if isinstance(value, torch.Tensor) else value if isinstance(value, (list, tuple)) else []
     return bool(values) and all(isinstance(each, torch.Tensor) and not each.dim() for each in values)
+
+
+def _looks_up_among_rows(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
+    """Whether a node takes the rows for numbers in order, among which it looks up others."""
+    places = known[node.args[0]] if node.target is aten.searchsorted.Tensor else None
+    return _on_rows(places) and len(places.dims) == 1
+
+
+def _writes_within_rows(node: fx.Node, args: Sequence[Any]) -> bool:
+    """Whether a node puts a value, which has the rows too or is the same for all, in one place of each row."""
+    if node.target is not aten.select_scatter.default:
+        return False
+    to, value, dim, _ = args
+    return dim % node.meta["val"].dim() > 0 and isinstance(to, Held) and isinstance(value, Held)
 
 
 def _on_rows(held: Any) -> bool:
