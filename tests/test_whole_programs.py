@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.mark.parametrize("program", whole_programs.PROGRAMS)
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp", "pp"])
 def test_a_program_gives_the_numbers_of_the_plain_one(plan, program):
-    if (plan, program) == ("pp", "losses_in_methods"):
-        pytest.skip("in a pipeline layers are on several ranks, and methods say so")
+    if plan == "pp" and program in ("losses_in_methods", "momentum_contrast", "sharpness_aware"):
+        pytest.skip("in a pipeline layers are on several ranks: methods say so, and optimizers see their own")
     for error, unlike in on_ranks(whole_programs.both, 2, args=(program, plan)):
         assert error < 1e-9
         assert unlike == []

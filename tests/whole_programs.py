@@ -20,6 +20,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import shardgraph
+from tests.research_programs import RESEARCH
 
 
 class Plain:
@@ -394,6 +395,7 @@ PROGRAMS = {
         reentrant_checkpoints,
         compiled_parts,
         states_like_parameters,
+        *RESEARCH,
     )
 }
 
