@@ -18,7 +18,7 @@ from shardgraph.capture.capture import output_shapes
 from shardgraph.capture.captures import Call
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.subclasses import check_transforms
-from shardgraph.errors import CaptureError, PlanError, ShardGraphError
+from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
 from shardgraph.module.decided import check_decided_alike
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
@@ -121,16 +121,7 @@ class PipelinedModule(ShardedModule):
         flatten(padded)  # so that its types are known
         call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else on_device(t, device), padded)
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
-        try:
-            work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
-        except CaptureError as error:
-            if count == 1 or not (whole := _uncut(call)):
-                raise
-            raise CaptureError(
-                f"{error}\n  it was called with a microbatch of the pipeline, for which inputs are cut whose first "
-                f"dimension is the batch's: inputs of shape {', '.join(whole)} are whole. Give forward what has a row "
-                "for each of the batch with its rows first, or use a plan without a pipeline"
-            ) from error
+        work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
         if count > 1:
             check_decided_alike([item.executor.program.joint for item in work], pytree.tree_leaves(call))
         if loss_fn is None and count > 1 and not self._can_merge(call, [item.executor for item in work]):
@@ -230,12 +221,6 @@ class PipelinedModule(ShardedModule):
     def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
         stages = self.owners.get(name, (self._written.get(name, 0),))
         return self._running.to_first_rank(tensor, self.pipeline.rank_of(stages[0]), checkpoint.gathered)
-
-
-def _uncut(call: Any) -> list[str]:
-    """The shapes of a call's tensors that are whole in each microbatch."""
-    tensors = [each for each in pytree.tree_leaves(call) if isinstance(each, torch.Tensor) and each.dim()]
-    return [str(list(each.shape)) for each in tensors if each.shape[0] != batch_size(call)]
 
 
 _PIPELINES: weakref.WeakSet[PipelinedModule] = weakref.WeakSet()
