@@ -194,17 +194,6 @@ class Contrast(nn.Module):
         return hidden @ hidden.t()
 
 
-class Columns(nn.Module):
-    """Rows times an input that has the batch's rows as columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh()) * weights[0][:, None]
-
-
 def rows_that_are_combined() -> tuple[float, list[str]]:
     """How far the gradients of a model that combines rows are from the unsharded model's, and what it warns of."""
     torch.manual_seed(0)

@@ -144,14 +144,6 @@ def test_a_batch_whose_rows_are_combined_goes_through_as_one_microbatch_and_says
         assert not rest
 
 
-def test_an_input_without_rows_that_a_microbatch_cannot_be_put_together_with_is_told_by_its_shape():
-    inputs = torch.randn(8, 6), torch.ones(2, 8)
-    with pytest.raises(
-        shardgraph.CaptureError, match=r"calls it with microbatches.*inputs of shape \[2, 8\] are whole"
-    ):
-        shardgraph.verify(pipelines.Columns(), inputs, "pp", mesh={"pp": 2})
-
-
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 

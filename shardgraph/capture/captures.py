@@ -13,7 +13,6 @@ from torch import nn
 from shardgraph.capture.numbers import input_key
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.remembered import remembered
-from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.plan import Plan
@@ -68,13 +67,6 @@ class Call:
         return replace(self, args=args, kwargs=kwargs)
 
     @property
-    def whole(self) -> list[str]:
-        """The shapes of inputs that are not cut where the batch is."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-        return [str(list(tensor.shape)) for tensor in tensors if tensor.shape[0] != self.batch]
-
-    @property
     def _first(self) -> torch.Tensor | None:
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), None)
@@ -98,17 +90,8 @@ class Captures:
         for joint in joints:
             if all(condition.of(leaves) == condition.value for condition in joint.conditions):
                 return joint
-        try:
-            with torch.set_grad_enabled(call.training):
-                joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
-        except CaptureError as error:
-            if plan.pipeline is None or not (whole := call.whole):
-                raise
-            raise CaptureError(
-                f"{error}\n  a pipeline calls it with microbatches, for which inputs are cut whose first dimension is "
-                f"the batch's: inputs of shape {', '.join(whole)} are whole. Give forward what has a row for each of "
-                "the batch with its rows first, or use a plan without a pipeline"
-            ) from error
+        with torch.set_grad_enabled(call.training):
+            joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
         return joints[-1]
 
     def take(self, call: Call, plan: Plan) -> JointGraph:

@@ -227,13 +227,17 @@ def _placed(shard: DTensor) -> DTensor:
 
 
 class _Placed(torch.autograd.Function):
+    """A shard, whose gradient is placed as it is."""
+
     @staticmethod
     def forward(ctx: Any, shard: DTensor) -> DTensor:
+        """The same."""
         ctx.placements = shard.placements
         return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> DTensor:
+        """The gradient, in these placements."""
         return gradient.redistribute(placements=ctx.placements)
 
 
