@@ -230,13 +230,13 @@ class _Placed(torch.autograd.Function):
     """A shard, whose gradient is placed as it is."""
 
     @staticmethod
-    def forward(ctx: Any, shard: DTensor) -> DTensor:
+    def forward(ctx: Any, shard: DTensor) -> Any:
         """The same."""
         ctx.placements = shard.placements
         return shard.view_as(shard)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> DTensor:
+    def backward(ctx: Any, gradient: Any) -> Any:
         """The gradient, in these placements."""
         return gradient.redistribute(placements=ctx.placements)
 

@@ -11,7 +11,7 @@ import torch._dynamo as dynamo
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
-SETTINGS = {"trace_autograd_ops": True}
+SETTINGS: dict[str, Any] = {"trace_autograd_ops": True}
 """Settings of the tracer with which it takes ``torch.autograd.grad``."""
 
 
@@ -38,7 +38,7 @@ def leaves_in_forward() -> AbstractContextManager[Any]:
         wanted = requires_grad.as_python_constant() if isinstance(requires_grad, ConstantVariable) else requires_grad
         if wanted is not True or value.requires_grad:
             return require(self, tx, requires_grad)
-        leaf = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", leaf_of, (self.as_proxy(),), {}))
+        leaf: Any = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", leaf_of, (self.as_proxy(),), {}))
         self.proxy, self.requires_grad, self.has_grad_fn = leaf.proxy, True, False
         return self
 

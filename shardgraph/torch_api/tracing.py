@@ -182,8 +182,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         warnings.simplefilter("always")
         taken = _distributions(), _no_python_draws(), _reentrant_checkpoints(), derivatives.leaves_in_forward()
         with ExitStack() as inside:
-            for each in (*taken, get_metrics_context(), as_compiling()):
-                inside.enter_context(each)
+            for taking in (*taken, get_metrics_context(), as_compiling()):
+                inside.enter_context(taking)
             captured = fullgraph_capture(model, args, kwargs)
         if captured.backend_input is None:
             raise NothingTracedError("forward returns no tensor that it computes")
