@@ -3,7 +3,7 @@
     python examples/language_model.py                                  # starts two ranks
     torchrun --nproc-per-node 2 examples/language_model.py --plan auto
     python examples/language_model.py --save run --steps 20            # writes a checkpoint
-    python examples/language_model.py --save run --nproc 4             # goes on from it, on four ranks
+    python examples/language_model.py --save run --nproc 4             # goes on from it to step 30, on four ranks
     torchrun --nproc-per-node 8 examples/language_model.py --model llama --layers 32 --width 4096 --heads 32 \
         --length 4096 --batch 64 --plan fsdp --precision bf16 --recompute selective --loss-chunk 256MiB
 """
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> list[float]:
         print(f"{sum(p.numel() for p in sharded.parameters()):,} parameters, {sharded.plan}")
 
     losses: list[float] = []
-    for step in range(first, first + options.steps):
+    for step in range(first, options.steps):
         mine = batch_of(text, step, options.batch, options.length).chunk(size)[data_rank]
         loss = sharded.train_step(input_ids=mine, labels=mine)  # forward and backward
         sharded.clip_grad_norm_(1.0)
@@ -75,9 +75,9 @@ def train(options: argparse.Namespace) -> list[float]:
         optimizer.zero_grad()
         dist.all_reduce(loss)
         losses.append(loss.item() / dist.get_world_size())
-        if dist.get_rank() == 0 and (step % 5 == 0 or step + 1 == first + options.steps):
+        if dist.get_rank() == 0 and (step % 5 == 0 or step + 1 == options.steps):
             print(f"step {step:3d}: loss {losses[-1]:.4f}", flush=True)
-        if options.save and (step % 10 == 9 or step + 1 == first + options.steps):
+        if options.save and (step % 10 == 9 or step + 1 == options.steps):
             shardgraph.save_checkpoint(options.save, step + 1, sharded, optimizer, background=True)
     shardgraph.wait_for_saves()
     return losses
@@ -88,7 +88,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start; under torchrun it decides")
     parser.add_argument("--plan", default="fsdp", help="a name, or a plan file")
     parser.add_argument("--model", choices=("gpt2", "llama"), default="llama")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=30, help="in all, those before a checkpoint included")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, over all ranks")
     for name, default in {"length": 64, "width": 64, "layers": 2, "heads": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardgraph
-from shardgraph.errors import CheckpointError
+from shardgraph.errors import CheckpointError, RankFailedError
 from tests.ranks import whole
 
 SAMPLES = 8
@@ -119,7 +119,7 @@ def refused(call: Callable[[], Any]) -> str:
     try:
         with warnings.catch_warnings(record=True):
             call()
-    except CheckpointError as error:
+    except (CheckpointError, RankFailedError) as error:
         return str(error)
     return ""
 

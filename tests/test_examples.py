@@ -36,10 +36,13 @@ def test_a_pipeline_trains():
 
 @pytest.mark.slow
 def test_a_language_model_goes_on_from_its_checkpoint_on_one_rank(tmp_path: Path):
-    options = language_model.options_of(["--steps", "10", "--save", str(tmp_path / "run")])
-    losses, _ = on_ranks(language_model.train, args=(options,))
+    first, all_of_it = (
+        language_model.options_of(["--steps", steps, "--save", str(tmp_path / "run")]) for steps in ("10", "20")
+    )
+    losses, _ = on_ranks(language_model.train, args=(first,))
     assert losses[-1] < 0.8 * losses[0]
-    (more,) = on_ranks(language_model.train, 1, args=(options,))
+    (more,) = on_ranks(language_model.train, 1, args=(all_of_it,))
+    assert on_ranks(language_model.train, 1, args=(all_of_it,)) == [[]]  # there is nothing left to do
     whole, _ = on_ranks(language_model.train, args=(language_model.options_of(["--steps", "20"]),))
     assert [*losses, *more] == pytest.approx(whole, rel=1e-4)
 

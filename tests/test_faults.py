@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import shardgraph
 from tests import standing
 from tests.faulted import LIMIT, Case, draw, run
 from tests.soak import soak
+from tests.unheard_saves import save_unheard
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -186,6 +188,18 @@ def _compute_beside_a_save(folder: str) -> bool:
     return save.result().exists()
 
 
+def _killed_while_it_saves(folder: str, background: bool) -> None:
+    from shardgraph.saves import writing
+
+    if dist.get_rank() == 1:
+        writing._write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
+    save = shardgraph.save_checkpoint(folder, 1, nn.Linear(4, 4), background=background)
+    try:
+        save.result()
+    except shardgraph.RankFailedError as error:
+        raise ValueError("no checkpoint") from error
+
+
 def _record(folder: str) -> list[dict[str, object]]:
     sharded = shardgraph.compile(nn.Linear(4, 4), "fsdp")
     for _ in range(70):
@@ -230,6 +244,18 @@ def test_a_rank_that_catches_the_failure_of_another_and_calls_again_is_told_agai
 
 def test_a_rank_that_computes_while_its_checkpoint_is_written_is_waited_for(tmp_path: Path) -> None:
     assert shardgraph.launch(_compute_beside_a_save, 2, args=(str(tmp_path),), timeout=600) == [True, True]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_is_killed_while_it_saves_is_the_only_one_that_has_failed(tmp_path: Path, background: bool) -> None:
+    with pytest.raises(shardgraph.LaunchError, match="rank 1 of 3 was killed by SIGKILL") as failure:
+        shardgraph.launch(_killed_while_it_saves, 3, args=(str(tmp_path), background), timeout=600)
+    assert failure.value.failed == (1,)  # so a job of elastic goes on with the two others
+
+
+def test_a_last_save_that_fails_is_told_by_launch_also_if_nothing_of_it_is_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(shardgraph.LaunchError, match="CheckpointError: step 1 could not be saved in"):
+        shardgraph.launch(save_unheard, 2, args=(str(tmp_path),), timeout=600)
 
 
 def test_the_timeout_of_compile_is_that_of_every_group() -> None:

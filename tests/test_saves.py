@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -355,6 +356,20 @@ def test_an_error_of_the_background_is_raised_at_the_next_call_once(tmp_path, mo
     shardgraph.save_checkpoint(tmp_path, 3, model, background=True)
     shardgraph.wait_for_saves()
     assert [step for step, _ in shardgraph.checkpoints(tmp_path)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("nobody waits", 120), ("a process of multiprocessing", 1), ("an error of its own", 1), ("heard", 0)],
+)
+def test_a_last_save_that_fails_unheard_is_told_and_its_process_does_not_end_well(tmp_path, how, code):
+    command = [sys.executable, "-m", "tests.unheard_saves", tmp_path / "run", how]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert ended.returncode == code, ended.stderr
+    last = "shardgraph.CheckpointError: step 1 could not be saved in "
+    assert (ended.stderr.splitlines() or [""])[-1].startswith(last) == (how != "heard")
+    assert ("ValueError: a bad batch" in ended.stderr) == (how == "an error of its own")
+    assert ended.stdout == "what else is done at the end\n"  # as well as at every other end
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ from shardgraph.arguments import CALLABLE, LIST, SECONDS, WHOLE, checked
 from shardgraph.cost_models.detection import cpu_cores
 from shardgraph.errors import LaunchError, RankFailedError
 from shardgraph.runtime import watch
+from shardgraph.runtime.before_end import wait_before_end
 from shardgraph.runtime.start_again import StartAgain, tell
-from shardgraph.runtime.watch.place import is_save
 from shardgraph.torch_api import innermost_store, own_connection, recorded_connections
 
 _GRACE = 5.0  # seconds for the other ranks to end after one has failed
@@ -282,7 +282,7 @@ def _run_rank(rank: int, nproc: int, port: int, folder: Path, timeout: float, en
             result = fn(*args)
         except StartAgain as ended:
             result = ended
-        _wait_for_saves()
+        wait_before_end()  # a save that is under way communicates in the groups
         torch.save(result, folder / f"{rank}.result")
         watch.leave("has ended: its function returned")
         if dist.is_initialized():
@@ -330,13 +330,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _wait_for_saves() -> None:
-    """A save that is under way communicates in the groups. Other threads, as of a pool, may wait for the very end."""
-    for thread in threading.enumerate():
-        if is_save(thread):
-            thread.join()
 
 
 def _leave_group() -> None:

@@ -15,9 +15,10 @@ from torch import nn
 
 import shardgraph
 from shardgraph.arguments import BOOL, MODEL, NONE, OBJECTS, OPTIMIZER, PATH, SECONDS, WHOLE, checked, whole
-from shardgraph.errors import CheckpointError
+from shardgraph.errors import CheckpointError, RankFailedError
 from shardgraph.module.local_state import tied
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.runtime.before_end import call_before_end
 from shardgraph.runtime.exchange import Ranks
 from shardgraph.runtime.start_again import StartAgain, told
 from shardgraph.saves.contents import Contents, contents_of
@@ -58,11 +59,13 @@ class Save:
 
         Raises:
             CheckpointError: it could not be written, on all ranks alike; older ones are untouched.
+            RankFailedError: another rank has failed meanwhile.
         """
         self._thread.join()
         if self._error is not None:
             self._told = True
-            raise CheckpointError(str(self._error)) from self._error
+            kind = RankFailedError if isinstance(self._error, RankFailedError) else CheckpointError
+            raise kind(str(self._error)) from self._error
         assert self._folder is not None
         return self._folder
 
@@ -122,7 +125,8 @@ def save_checkpoint(
             a machine is lost: :func:`shardgraph.load_checkpoint` gathers it. Ranks that share a folder are one machine;
             of fewer machines than copies, each has all.
         background: return as soon as this rank's part is copied to host memory, and write it on a thread. The next save
-            waits for it, and uses the same memory.
+            waits for it, and uses the same memory. So does the end of the process; if the last one has failed, and
+            nothing has raised its error, that is written to standard error, and the exit code is not 0.
         timeout: seconds that ranks wait for each other at most.
 
     Under :func:`shardgraph.elastic`, when the job can go on with more ranks, the call waits until the checkpoint is
@@ -134,6 +138,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks alike: a rank cannot write, there is no room, what is to be saved cannot be read
             again, or an earlier one in the background has failed, with its cause. Older ones are untouched.
+        RankFailedError: another rank has failed, now or during an earlier save in the background.
     """
     global _latest
     wait_for_saves()
@@ -152,6 +157,7 @@ def save_checkpoint(
         saving.result()
     else:
         _latest = saving
+        call_before_end(wait_for_saves)
     if start_again:
         raise StartAgain
     return saving

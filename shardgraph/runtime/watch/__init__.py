@@ -188,10 +188,16 @@ def translated(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 def seen(error: BaseException) -> BaseException:
-    """What an error that ends this rank is: the failure of another rank, if it is of communication and there is one.
+    """What an error that ends this rank is: the failure of another rank, if that is its cause, or if it is an error of
+    communication and there is one.
 
     Torch's own of shards beside other tensors gets a note with what works.
     """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RankFailedError):
+            return cause
+        cause = cause.__cause__
     if isinstance(error, RuntimeError) and MIXED in str(error):
         error.add_note(f"shardgraph: {ON_SHARDS}")
     return failed(error, place.of_error(error).text) or error
