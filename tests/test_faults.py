@@ -82,7 +82,9 @@ def test_a_rank_that_leaves_out_a_collective_is_told_with_the_places_of_both(cas
 def test_a_connection_cut_between_two_ranks_is_told_with_the_ranks_that_communicated() -> None:
     outcome = run(CUT)
     assert not outcome.problem and outcome.took < LIMIT
-    assert "rank 1 failed in clip_grad_norm_ with ranks 0, 2: another rank has closed its connection" in outcome.output
+    # Each of the three may be the first that sees it.
+    told = r"rank \d failed in clip_grad_norm_ with ranks \d, \d: another rank has closed its connection"
+    assert re.search(told, outcome.output)
 
 
 def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_finally() -> None:
@@ -254,7 +256,7 @@ def test_a_rank_that_is_killed_while_it_saves_is_the_only_one_that_has_failed(tm
 
 
 def test_a_last_save_that_fails_is_told_by_launch_also_if_nothing_of_it_is_waited_for(tmp_path: Path) -> None:
-    with pytest.raises(shardgraph.LaunchError, match="CheckpointError: step 1 could not be saved in"):
+    with pytest.raises(shardgraph.LaunchError, match=r"CheckpointError: rank \d: step 1 could not be saved in"):
         shardgraph.launch(save_unheard, 2, args=(str(tmp_path),), timeout=600)
 
 

@@ -117,6 +117,41 @@ def test_the_rank_that_raised_is_reported_with_its_traceback_and_not_its_victims
     assert "in raise_on_rank_1" in str(failure.value)
 
 
+_SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+import shardgraph
+
+def train():
+    if dist.get_rank() == 1:
+        {fault}
+    dist.all_reduce(torch.ones(1))
+
+if __name__ == "__main__":
+    shardgraph.launch(train, 3)
+"""
+
+
+@pytest.mark.quick("ValueError*")
+@pytest.mark.parametrize(
+    ("cause", "fault"),
+    [
+        ("ValueError: the batch is empty", "raise ValueError('the batch is empty')"),
+        ("rank 1 of 3 was killed by SIGKILL", "os.kill(os.getpid(), 9)"),
+    ],
+)
+def test_what_a_failed_script_prints_is_short_and_ends_with_the_cause(cause: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_SCRIPT.format(fault=fault))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, tmp_path / "script.py"]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and cause in lines[-1]
+    assert len(lines) <= 15, ended.stderr  # of which 8 are where the script called launch
+    assert "leaked" not in ended.stderr and not ended.stdout
+
+
 def test_a_killed_rank_ends_the_others_and_is_reported_with_its_signal() -> None:
     started = time.monotonic()
     with pytest.raises(LaunchError, match="rank 1 of 2 was killed by SIGKILL"):

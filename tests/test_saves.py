@@ -358,6 +358,7 @@ def test_an_error_of_the_background_is_raised_at_the_next_call_once(tmp_path, mo
     assert [step for step, _ in shardgraph.checkpoints(tmp_path)] == [1, 3]
 
 
+@pytest.mark.quick("nobody waits-*")
 @pytest.mark.parametrize(
     ("how", "code"),
     [("nobody waits", 120), ("a process of multiprocessing", 1), ("an error of its own", 1), ("heard", 0)],

@@ -14,7 +14,7 @@ from shardgraph.offline.fairscale import state_of_fairscale
 from shardgraph.offline.files import write_whole
 from shardgraph.offline.ranks import Source, files_in, is_fairscale, opened
 from shardgraph.offline.shards import state_of_shards
-from shardgraph.offline.stored import StoredState, of_model
+from shardgraph.offline.stored import StoredState, of_model, reading
 
 
 @checked(shards=PATH | LIST, path=PATH, entry=TEXT, model=MODEL)
@@ -40,8 +40,9 @@ def consolidate(
         CheckpointError: a rank's file is missing, they are of several runs, or shapes or names do not fit each other
             or the model. Nothing has been written.
     """
-    state = read_shards(shards, entry)
-    write_whole(state if model is None else of_model(state, model), Path(path))
+    with reading(repr(str(shards)) if isinstance(shards, (str, Path)) else "what ranks saved"):
+        state = read_shards(shards, entry)
+        write_whole(state if model is None else of_model(state, model), Path(path))
 
 
 def read_shards(shards: str | Path | Sequence[Source], entry: str = "") -> StoredState:

@@ -62,8 +62,10 @@ def _read(reader: _Reader, name: str, shape: torch.Size, dtype: torch.dtype) -> 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for
             dcp.load(state, storage_reader=reader, no_dist=True)
-    except Exception as error:
-        raise CheckpointError(f"{name!r} cannot be read from {str(reader.path)!r}: {error}") from error
+    except (Exception, dcp.CheckpointException) as error:  # the latter, of any rank, is no Exception
+        causes = [each for each, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else []
+        told = " ".join(str((causes or [error])[0]).split())[:300]
+        raise CheckpointError(f"{name!r} cannot be read from {str(reader.path)!r}: {told}") from error
     return state[name]
 
 

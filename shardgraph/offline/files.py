@@ -136,8 +136,9 @@ def load(path: Path) -> Mapping[str, Any]:
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             contents = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{str(path)!r} cannot be read ({str(error).splitlines()[0]}): it must be a file of torch.save that has "
+            f"{str(path)!r} cannot be read ({reason}): it must be a file of torch.save that has "
             "tensors and plain values only; allow classes that you trust with torch.serialization.add_safe_globals"
         ) from error
     if not isinstance(contents, Mapping):

@@ -17,7 +17,7 @@ from shardgraph.mesh import coordinates
 from shardgraph.module.checkpoint import tensors_of
 from shardgraph.module.local_state import description
 from shardgraph.offline.files import read_whole
-from shardgraph.offline.stored import StoredState, of_model
+from shardgraph.offline.stored import StoredState, of_model, reading
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.resolve import named_or_loaded, resolve_plan
 from shardgraph.plans.shards import named_shapes, part_of
@@ -58,7 +58,9 @@ def split(
     Nothing has been written then.
     """
     chosen = _decided(plan, mesh, model)
-    state, folder = of_model(read_whole(Path(path), entry), model), Path(folder)
+    folder = Path(folder)
+    with reading(repr(str(path))):
+        state = of_model(read_whole(Path(path), entry), model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{str(folder)!r} is there and not empty: give a new folder")
     draft = folder.with_name(folder.name + ".draft")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from shardgraph.errors import CheckpointError
+from shardgraph.errors import CheckpointError, ShardGraphError
 from shardgraph.module.checkpoint import compared, differences, tensors_of
 from shardgraph.module.local_state import tied
 
@@ -41,6 +42,22 @@ class StoredState:
     def by_name(self) -> dict[str, Stored]:
         """The tensors by all names."""
         return self.tensors | {name: self.tensors[first] for name, first in self.tied.items()}
+
+
+@contextmanager
+def reading(files: str) -> Iterator[None]:
+    """Read ``files``, which may have anything in them.
+
+    Raises:
+        CheckpointError: for what they lead to, unless an error says it already.
+    """
+    try:
+        yield
+    except (ShardGraphError, OSError):
+        raise
+    except Exception as error:  # of any kind: a description that is damaged may say anything
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CheckpointError(f"{files} cannot be read, and nothing was written: {told}") from error
 
 
 def of_model(state: StoredState, model: nn.Module) -> StoredState:

@@ -97,7 +97,10 @@ def launch(fn: Callable[..., Any], nproc: int = 2, *, args: Sequence[Any] = (), 
             _inside_rank = False
         atexit.register(_leave_group)  # not after a failure: threads of a broken group can be waited for for ever
         return results
-    return on_new_ranks(fn, nproc, args, timeout)
+    try:
+        return on_new_ranks(fn, nproc, args, timeout)
+    except LaunchError as error:
+        raise error.with_traceback(None)  # noqa: B904 - the same; where this process has waited says nothing
 
 
 def is_rank() -> bool:

@@ -91,7 +91,7 @@ def job(case: Case, folder: str) -> None:
         if case.phase == "end":
             time.sleep(0.5 * (rank != case.victim))
         at("end", 0)
-        shardgraph.saves.saving.wait_for_saves()
+        shardgraph.wait_for_saves()
         dist.barrier()
         Path(folder, f"{rank}.finished").touch()
     except _Left:
