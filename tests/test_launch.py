@@ -133,6 +133,12 @@ if __name__ == "__main__":
 """
 
 
+def ran(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "script.py"], env=environment, cwd=folder, capture_output=True, text=True)
+
+
 @pytest.mark.quick("ValueError*")
 @pytest.mark.parametrize(
     ("cause", "fault"),
@@ -142,14 +148,43 @@ if __name__ == "__main__":
     ],
 )
 def test_what_a_failed_script_prints_is_short_and_ends_with_the_cause(cause: str, fault: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(_SCRIPT.format(fault=fault))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, tmp_path / "script.py"]
-    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    ended = ran(tmp_path, _SCRIPT.format(fault=fault))
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1 and cause in lines[-1]
     assert len(lines) <= 15, ended.stderr  # of which 8 are where the script called launch
     assert "leaked" not in ended.stderr and not ended.stdout
+
+
+_DIES_IN_INIT = """
+import os
+import time
+import torch.distributed as dist
+import shardgraph
+
+init = dist.init_process_group
+
+def die_on_rank_1(*args, **options):
+    if os.environ["RANK"] == "1":
+        with open("died", "w") as file:
+            file.write(str(time.time()))
+        os.kill(os.getpid(), 9)
+    init(*args, **options)
+
+dist.init_process_group = die_on_rank_1
+
+if __name__ == "__main__":
+    try:
+        shardgraph.launch(dist.get_rank, 3)
+    except shardgraph.LaunchError as error:
+        died = float(open("died").read())
+        print(error.failed, time.time() - died < 15, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_the_process_group_is_made_is_named_within_seconds(tmp_path: Path) -> None:
+    ended = ran(tmp_path, _DIES_IN_INIT)
+    assert ended.stdout.startswith("(1,) True rank 1 of 3 was killed by SIGKILL"), ended.stdout + ended.stderr
 
 
 def test_a_killed_rank_ends_the_others_and_is_reported_with_its_signal() -> None:
