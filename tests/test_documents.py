@@ -42,7 +42,7 @@ def test_prose_is_at_most_100_characters_wide(document: Path) -> None:
     assert [line for line in prose if len(line) > 100] == []
 
 
-@pytest.mark.parametrize("document", ["torch_tests.md", "fairscale.md", "trainers.md"])
+@pytest.mark.parametrize("document", ["torch_tests.md", "fairscale.md", "trainers.md", "faults.md"])
 def test_the_tests_that_a_table_names_exist(document: str) -> None:
     named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs" / document).read_text()))
     there = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
