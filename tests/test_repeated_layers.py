@@ -19,7 +19,7 @@ from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.folding import NotPeriodicError, check_insertion, find_stack
+from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack
 from shardgraph.search import stages
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
@@ -402,6 +402,31 @@ def rows(*operations: str) -> list[Row]:
 
 @pytest.mark.parametrize("more", ["abc", "ab", "bab"])
 def test_two_programs_of_which_one_does_not_insert_a_layer_are_not_folded(more):
-    check_insertion([rows(*"ab"), rows(*"abb")])
+    check_insertion(rows(*"ab"), rows(*"abb"))
     with pytest.raises(NotPeriodicError, match="one more layer does not insert"):
-        check_insertion([rows(*"ab"), rows(*more)])
+        check_insertion(rows(*"ab"), rows(*more))
+
+
+def live(layers: int, state: Callable[[int], int]) -> list[Row]:
+    """The rows of a program that saves 3 bytes in each layer, and in which ``state(layers)`` bytes are always live."""
+    saved = [1 + 3 * min(position, layers) for position in range(layers + 2)]
+    named = enumerate(rows("in", *["layer"] * layers, "out"))
+    return [
+        row.but(memory={"parameters": state(layers), "saved": saved[at]}, node=f"{row.node}{at}") for at, row in named
+    ]
+
+
+def test_two_programs_tell_the_rows_of_a_deep_one():
+    few = [live(layers, lambda layers: 10 * layers) for layers in (5, 6, 7)]
+    whole = live(20, lambda layers: 10 * layers)
+    for programs, least in ((few[1:], 6), (few, 5)):
+        extended = extend(programs, least, 20)
+        assert [row.memory for row in extended] == [row.memory for row in whole]
+        assert [row.operation for row in extended] == [row.operation for row in whole]
+        assert len({row.node for row in extended}) == len(whole)
+
+
+def test_a_third_program_tells_whether_layers_that_were_traced_one_by_one_are_alike():
+    few = [live(layers, lambda layers: 10 * layers**2) for layers in (5, 6, 7)]
+    with pytest.raises(NotPeriodicError, match="do not grow evenly"):
+        extend(few, 5, 20)

@@ -15,8 +15,10 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.nn import MoE
 from shardgraph.search import auto
 from shardgraph.search.batches import Batches
+from shardgraph.search.cost_table import program_of
 from shardgraph.search.estimates import Estimates
 from shardgraph.search.exact import cheapest
+from shardgraph.search.layer_costs import layer_costs, takes_another
 from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
@@ -84,6 +86,27 @@ def test_layers_that_are_updated_together_are_written_down_from_a_few():
     assert "+" in "".join(row.node for row in folded.rows), "was folded"
     assert folded.rows[-1].memory == whole.rows[-1].memory
     assert folded.peak_memory == whole.peak_memory and folded.time.total == pytest.approx(whole.time.total)
+
+
+@pytest.mark.parametrize("name", ["deep", "gpt2"])
+def test_the_cost_of_a_layer_is_what_one_more_layer_costs(name):
+    """It is read off one program where nothing runs beside the computation, from the end of a layer to the next."""
+    call = CALLS[name]()
+    cluster = Cluster.of("H100", nodes=1)
+    mesh_of = partial(resolve_axes, mesh={"dp": 8}, cluster=cluster)
+    question = Question.of(call["model"], "auto", mesh_of, True, cluster=cluster)
+    question = question.about(call.get("example_inputs", ()), call.get("example_kwargs", {}), call.get("loss_fn"))
+    source = Source(question).of_few_layers
+    for recompute in ("none", "full"):
+        plan = replace(question.with_options(Layout(data="ddp").plan()), recompute=recompute, bucket=0)
+        costs, wholes = [], []
+        for layers in (4, 5):
+            program = program_of(source.at(source.depths, layers, plan), plan)
+            assert not takes_another(program[1], source.depths.stack)
+            costs.append(layer_costs(program, None, source.depths.stack, layers))
+            wholes.append(replace(costs[-1], layers=layers).whole)
+        assert costs[0].layer == pytest.approx(wholes[1].plus(wholes[0], -1), rel=1e-6)
+        assert costs[0].layers == source.depths.stack.layers
 
 
 # -- every layout ------------------------------------------------------------------------------------------------------

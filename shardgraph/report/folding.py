@@ -1,7 +1,9 @@
 """Models with many equal layers are analysed with a few of them, and the rows of the others are extrapolated.
 
 One more layer of a stack inserts one more segment of operations into forward and one into backward, with the same
-costs, and shifts the live bytes by the same amount. Three shallow programs determine the segment and the shifts.
+costs, and shifts the live bytes by the same amount. Two shallow programs determine the segment and the shifts, where
+their graphs are one traced graph in which an equal layer is repeated. Of graphs that were traced one by one a third
+program must show that the layers are alike.
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import dtype_of
 
 SHALLOW = ((5, 6, 7), (11, 12, 13))
-"""Numbers of layers of the programs that are analysed: the first and the last layer differ from those between, and so
-do their neighbours, whose all-gathers start early. The second numbers are tried if the first do not fold: where
+"""Numbers of layers of the programs that are analysed, of which the last two determine and the first one checks: the
+first and the last layer differ from those between, and so do their neighbours, whose all-gathers start early, and two
+more have to be alike. The second numbers are tried if the first do not fold: where
 communication takes longer than computation, each layer's backward leaves more reductions to be awaited later, until as
 many are late as may be, and only from then on are layers scheduled alike."""
 
 
 def numbers_for(stack: Stack) -> Iterator[tuple[int, int, int]]:
-    """The numbers of layers that are tried for a stack: further ones if they are together fewer than it has."""
+    """The numbers of layers that are tried for a stack: further ones if two of them are together fewer than it has."""
     first, *others = SHALLOW
     if first[-1] <= stack.layers:
         yield first
-    yield from (each for each in others if sum(each) <= stack.layers)
+    yield from (each for each in others if sum(each[1:]) <= stack.layers)
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,14 @@ def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
 
 
 def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Row]:
-    """The rows of the program with ``layers`` layers, from those of three programs with ``least`` layers and more."""
-    more = layers - least
+    """The rows of the program with ``layers`` layers, from those of programs with ``least`` layers and one more each.
+
+    The last two determine them; a third one, before, is checked to differ from these in the same way.
+
+    Raises:
+        NotPeriodicError: one more layer does not insert the same operations, or not shift live bytes evenly.
+    """
+    more = layers - (least + len(shallow) - 2)
     rows: list[Row] = []
     for half in dict.fromkeys(row.half for row in shallow[0]):
         programs = [[row for row in program if row.half == half] for program in shallow]
@@ -109,15 +118,14 @@ def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Ro
     return rows
 
 
-def check_insertion(shallow: Sequence[Sequence[Row]]) -> None:
-    """Check what two shallow programs tell, before the third is made.
+def check_insertion(first: Sequence[Row], second: Sequence[Row]) -> None:
+    """Check what two shallow programs tell, before another one is made.
 
     Raises:
         NotPeriodicError: one more layer does not insert operations in each of forward and backward.
     """
-    if len(shallow) == 2:
-        for half in {row.half for row in shallow[0]} - {"optimizer"}:
-            _insertion(*([mark(row) for row in program if row.half == half] for program in shallow))
+    for half in {row.half for row in first} - {"optimizer"}:
+        _insertion(*([mark(row) for row in program if row.half == half] for program in (first, second)))
 
 
 Mark = tuple[object, ...]
@@ -137,43 +145,49 @@ def _insertion(few: Sequence[Mark], some: Sequence[Mark]) -> tuple[int, int]:
 
 
 def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
-    first, second, third = programs
-    few, some, many = ([mark(row) for row in program] for program in programs)
+    *before, first, second = programs
+    few, some = ([mark(row) for row in program] for program in (first, second))
     start, end = _insertion(few, some)
     length = end - start
-    if some[:end] + some[start:end] + some[end:] != many:
-        raise NotPeriodicError("one more layer does not insert the same operations each time")
-    rows = [_shifted(a, b, c, more) for a, b, c in zip(first[:start], second[:start], third[:start], strict=True)]
-    segments = zip(second[start:end], third[start:end], third[end : end + length], strict=True)
+    for shorter in before:
+        _check_like(shorter, first, second)
+    start, end = start - length, end - length  # of two equal segments in the first program, the other may be the last
+    if start < 0 or few[start:end] != few[end : end + length]:
+        raise NotPeriodicError("the layers of the first program are not yet alike")
+    for at in range(start, end):
+        _check_even((first[at], second[at + length]), (first[at + length], second[at + 2 * length]))
+    rows = [_grown(a, a, (more, a, b)) for a, b in zip(first[:start], second[:start], strict=True)]
+    segments = zip(first[start:end], second[start:end], second[end : end + length], strict=True)
     repeated = [_Repeated(one, two, last, more) for one, two, last in segments]
     rows += [each.row(repeat) for repeat in range(more) for each in repeated]
-    tails = zip(first[start:], second[end:], third[end + length :], strict=True)
-    return rows + [_shifted(a, b, c, more) for a, b, c in tails]
+    return rows + [_grown(a, a, (more, a, b)) for a, b in zip(first[start:], second[end:], strict=True)]
 
 
 def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
     for rows in zip(*programs, strict=True):
         temporaries = [row.memory.get("temporaries", 0) for row in rows]
-        first, second, third = (
+        *before, first, second = (
             replace(row, memory={kind: n for kind, n in row.memory.items() if kind != "temporaries"}) for row in rows
         )
+        for shorter in before:
+            _check_even((shorter, first), (first, second))
         read, written, seconds = (
             getattr(first, name) + more * (getattr(second, name) - getattr(first, name))
             for name in ("read", "written", "seconds")
         )
-        row = replace(_shifted(first, second, third, more), read=read, written=written, seconds=seconds)
-        taken = _temporaries(rows[0], temporaries, more)
+        row = replace(_grown(first, first, (more, first, second)), read=read, written=written, seconds=seconds)
+        taken = _temporaries(rows[0].operation, temporaries[-2:], more)
         yield replace(row, memory={**row.memory, **({"temporaries": taken} if taken else {})})
 
 
-def _temporaries(first: Row, few: Sequence[int], more: int) -> int:
+def _temporaries(optimizer: str, few: Sequence[int], more: int) -> int:
     """What the update takes for itself with ``more`` layers: as much as the largest parameter, or as all that is
     updated together, which is everything as long as that is small."""
-    if few[0] == few[1] == few[2]:
+    if few[0] == few[1]:
         return few[0]
     if not all(isinstance(nbytes, int) for nbytes in few):
         raise NotPeriodicError("all parameters are updated together, which more layers are too large for at some sizes")
-    most = optimizer_cost(first.operation).temporaries * UPDATED_TOGETHER
+    most = optimizer_cost(optimizer).temporaries * UPDATED_TOGETHER
     return min(few[0] + more * (few[1] - few[0]), most)
 
 
@@ -184,11 +198,22 @@ def mark(row: Row) -> Mark:
     return row.operation, module, label, row.flops, row.read, row.written, row.sent, row.seconds, row.waits
 
 
-def _shifted(first: Row, second: Row, third: Row, more: int) -> Row:
-    """A row outside the repeated segment, whose live bytes grow by the same amount with every layer."""
-    if _growth(first, second) != _growth(second, third):
-        raise NotPeriodicError(f"the bytes live at {first.node} do not grow evenly with the layers")
-    return _grown(first, first, (more, first, second))
+def _check_like(shorter: Sequence[Row], first: Sequence[Row], second: Sequence[Row]) -> None:
+    """Check that a third, ``shorter`` program differs from the first as that from the second."""
+    few, some, many = ([mark(row) for row in program] for program in (shorter, first, second))
+    start, end = _insertion(few, some)
+    if some[:end] + some[start:end] + some[end:] != many:
+        raise NotPeriodicError("one more layer does not insert the same operations each time")
+    heads = zip(shorter[:start], first[:start], second[:start], strict=True)
+    tails = zip(shorter[start:], first[end:], second[2 * end - start :], strict=True)
+    for one, two, three in (*heads, *tails):
+        _check_even((one, two), (two, three))
+
+
+def _check_even(before: tuple[Row, Row], after: tuple[Row, Row]) -> None:
+    """Check that two rows differ in their live bytes as two other ones."""
+    if _growth(*before) != _growth(*after):
+        raise NotPeriodicError(f"the bytes live at {before[0].node} do not grow evenly with the layers")
 
 
 def _growth(before: Row, after: Row) -> dict[tuple[str, str], int]:
@@ -230,12 +255,12 @@ def _in_layer(module: str, label: str, layer: int) -> Iterator[str]:
 
 
 class _Repeated:
-    """A row of the repeated segment, as ``one`` of it in the second program, ``two`` in the third and ``last`` in the
+    """A row of the repeated segment, as ``one`` of it in the first program, ``two`` in the second and ``last`` in the
     repetition after that: live bytes grow from one repetition to the next, and with the number of layers."""
 
     def __init__(self, one: Row, two: Row, last: Row, more: int) -> None:
         self._one, self._last = one, last
-        self._first = _grown(last, one, (more - 1, one, two))
+        self._first = _grown(last, one, (more, one, two))
         self._growth, self._layers = _growth(two, last), _layer(last) - _layer(two)
 
     def row(self, repeat: int) -> Row:

@@ -27,14 +27,15 @@ def folded(source: Source) -> Analysis | None:
     """The same from a few of the model's equal layers; None if there are not enough, or they are not done alike."""
     if (stack := source.stack) is not None and not merges_layers(source.plan, source.question.model, stack):
         depths = source.depths_of(stack)
-        for shallow in numbers_for(stack):
+        for numbers in numbers_for(stack):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
-                few: list[Analysis] = []
-                for each in source.shallow(depths, shallow):
-                    few.append(unfolded(each))
-                    check_insertion([analysis.rows for analysis in few])
-                rows = tuple(extend([analysis.rows for analysis in few], shallow[0], stack.layers))
-                return replace(few[0], plan=source.plan, rows=rows, other_sizes=SizesOf(source))
+                first, second = (unfolded(each) for each in source.shallow(depths, numbers[1:]))
+                few = [first.rows, second.rows]
+                check_insertion(*few)
+                if not depths.repeats(source.call, source.plan, numbers[-1]):  # they were traced one by one
+                    few = [unfolded(source.at(depths, numbers[0], source.plan)).rows, *few]
+                rows = tuple(extend(few, numbers[-1] + 1 - len(few), stack.layers))
+                return replace(first, plan=source.plan, rows=rows, other_sizes=SizesOf(source))
     return None
 
 

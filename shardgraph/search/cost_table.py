@@ -12,7 +12,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.search.depths import TRACED
 from shardgraph.search.divided_costs import among_more, both, slower
-from shardgraph.search.layer_costs import LayerCosts, layer_costs, whole_costs
+from shardgraph.search.layer_costs import LayerCosts, layer_costs, takes_another, whole_costs
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
 
@@ -125,11 +125,13 @@ class CostTable:
             source = self.source
             if batch is not None and batch != call.batch:
                 source = source.resized(batch, call.sequence)
-            program, analysis = _program(source, plan)
+            program, analysis = program_of(source, plan)
             self._say_gaps(plan, program)
             return whole_costs(program, analysis)
-        few, more = (_program(self.source.at(depths, layers, plan), plan) for layers in (TRACED, TRACED + 1))
+        few = program_of(self.source.at(depths, TRACED, plan), plan)
         self._say_gaps(plan, few[0])
+        another = takes_another(few[1], depths.stack)
+        more = program_of(self.source.at(depths, TRACED + 1, plan), plan) if another else None
         return layer_costs(few, more, depths.stack, TRACED)
 
     def _say_gaps(self, plan: Plan, program: Program) -> None:
@@ -140,7 +142,8 @@ class CostTable:
             self.remarks[next((note for note in program.notes if note.startswith(subject)), proved)] = None
 
 
-def _program(source: Source, plan: Plan) -> tuple[Program, Analysis]:
+def program_of(source: Source, plan: Plan) -> tuple[Program, Analysis]:
+    """The program of the call of ``source`` under ``plan``, and its analysis."""
     question = source.question
     assert question.call is not None
     program = lower(source.captures.joint(question.call, plan), plan, question.shapes)

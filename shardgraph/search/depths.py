@@ -62,6 +62,11 @@ class Depths:
             self._captures[layers] = _Kept() if layers <= TRACED else _Repeated(self, layers)
         return self._captures[layers]
 
+    def repeats(self, call: Call, plan: Plan, layers: int) -> bool:
+        """Whether the graph of a call with so many layers is the traced one in which equal layers are repeated."""
+        joint = self.captures(layers).joint(replace(call, model=self.model(layers)), plan)
+        return _is_repeated(joint)
+
     def more(self, layers: int) -> stacks.Stack:
         """The stack with ``layers`` layers, of which the traced model has four."""
         return stacks.Stack(self.stack.path, layers, head=1, repeats=layers - TRACED)
@@ -90,7 +95,7 @@ class _Repeated(_Kept):
             self._traced.append(traced)
             self._made[id(traced)] = self._repeated(traced) or super().joint(call, plan)
         joint = self._made[id(traced)]
-        if placing_passes(plan) and joint.guards is None:
+        if placing_passes(plan) and _is_repeated(joint):
             self._take_placements(traced, joint, plan)
         return joint
 
@@ -120,6 +125,10 @@ class _Repeated(_Kept):
             module, context = repeat(_without_names(placed.module), stack), placed.context
             records = {name: _of_more(getattr(context, name), more, stack) for name in ("parameters", "shapes", "sums")}
             joint.placed[key] = Placed(module, replace(context.copy(), stored=joint.stored, **records), placed.axes)
+
+
+def _is_repeated(joint: JointGraph) -> bool:
+    return joint.guards is None
 
 
 _NAMES = (EQUALS, PART_OF, SHARD_OF, GIVEN_BY, MEAN_OF, CAST_OF, REDUCES)

@@ -129,7 +129,7 @@ def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan
     if plan.pipeline is not None:
         return plan, analyze_pipeline_source(settled)
     layers = depths.stack.layers
-    if layers > sum(SHALLOW[0]) and (analysis := folded(settled)) is not None:
+    if layers > sum(SHALLOW[0][1:]) and (analysis := folded(settled)) is not None:
         return plan, analysis
     if layers <= FEW or whole:
         analysis = unfolded(settled.at(depths, layers, plan))

@@ -2,7 +2,8 @@
 
 The estimates of the search (:mod:`shardgraph.search.estimate`) are made of these. The programs are for the axes of
 operators alone: data axes, stages and microbatches are added by the estimate. One more layer adds its cost, so two
-programs give that of a layer, and of all else.
+programs give that of a layer, and of all else. Where nothing runs beside the computation one is enough: a layer costs
+what passes from the end of one of the equal layers to the end of the next.
 """
 
 from __future__ import annotations
@@ -121,10 +122,14 @@ def whole_costs(program: Program, analysis: Analysis) -> LayerCosts:
     return LayerCosts(whole, Part(), Part(), 0, max(1, analysis.samples), working, 0.0)
 
 
-def layer_costs(few: tuple[Program, Analysis], more: tuple[Program, Analysis], stack: Stack, layers: int) -> LayerCosts:
-    """The costs of a model with all layers of ``stack``, from the programs of copies with ``layers`` and one more."""
-    (whole, working), (longer, _) = _costs_of(*few), _costs_of(*more)
-    layer = longer.plus(whole, -1).positive
+Analysed = tuple[Program, Analysis]
+
+
+def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, layers: int) -> LayerCosts:
+    """The costs of a model with all layers of ``stack``, from the program of a copy with ``layers``, three or more, and
+    from one with one more, if :func:`takes_another`."""
+    whole, working = _costs_of(*few)
+    layer = (_layer(*few, stack) if more is None else _costs_of(*more)[0].plus(whole, -1)).positive
     rest = whole.plus(layer, -layers).positive
     head = _head(few[1].rows, few[0], stack)
     head = Part(*map(min, head, rest))
@@ -133,13 +138,49 @@ def layer_costs(few: tuple[Program, Analysis], more: tuple[Program, Analysis], s
     return LayerCosts(head, layer, tail, stack.layers, batch, working, _crossing(few[0], stack))
 
 
+def takes_another(analysis: Analysis, stack: Stack) -> bool:
+    """Whether one program does not tell what a layer costs: something runs beside the computation, or forward does
+    nothing in the layers, but reads their parameters elsewhere."""
+    beside = any(row.stream for row in analysis.rows)
+    return beside or not all(_rows_in(analysis, stack, "forward", layer) for layer in (1, 2))
+
+
+def _layer(program: Program, analysis: Analysis, stack: Stack) -> Part:
+    """What one of the equal layers costs: the third in forward, and in backward, which comes to the third before it,
+    the second."""
+    rows = analysis.rows
+    begin, end = (_rows_in(analysis, stack, "forward", layer)[-1] for layer in (1, 2))
+    saved = _of_microbatch(rows[end]) - _of_microbatch(rows[begin])
+    forward, backward = sum(row.seconds for row in rows[begin + 1 : end + 1]), 0.0
+    third, second = (_rows_in(analysis, stack, "backward", layer) for layer in (2, 1))
+    if third and second:  # they are trained
+        backward = sum(row.seconds for row in rows[third[-1] + 1 : second[-1] + 1])
+    state = _state(program, (fqn for fqn in sorted(program.trained) if _within(fqn, f"{stack.path}.2")))
+    return state._replace(forward=forward, backward=backward, saved=saved)
+
+
+def _rows_in(analysis: Analysis, stack: Stack, half: str, layer: int) -> list[int]:
+    """Where the operations of a layer are among the rows of a program."""
+    path = f"{stack.path}.{layer}"
+    return [i for i, row in enumerate(analysis.rows) if row.half == half and _within(row.module, path)]
+
+
+def _within(name: str, module: str) -> bool:
+    """Whether a module or parameter is this module or in it."""
+    return name == module or name.startswith(f"{module}.")
+
+
+def _of_microbatch(row: Row) -> int:
+    """The live bytes of a row that a microbatch adds."""
+    return sum(nbytes for kind, nbytes in row.memory.items() if kind not in _LASTING)
+
+
 def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     """The costs of all of a program, and its working bytes."""
     rows = [row for row in analysis.rows if row.half != "optimizer"]
-    lasting = [sum(nbytes for kind, nbytes in row.memory.items() if kind not in _LASTING) for row in rows]
-    halves = [row.half for row in rows]
-    forward = halves.count("forward")
-    saved = lasting[forward - 1] if 0 < forward < len(rows) else 0
+    live = list(map(_of_microbatch, rows))
+    forward = [row.half for row in rows].count("forward")
+    saved = live[forward - 1] if 0 < forward < len(rows) else 0
     spans = analysis.timeline.spans[: len(rows)]
     ends = [span.end for span in spans if span.task.stream == COMPUTE]
     middle = max((span.end for span in spans[:forward] if span.task.stream == COMPUTE), default=0.0)
@@ -147,7 +188,7 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     backward = max(ends, default=0.0) - middle
     state = _state(program, sorted(program.trained))
     whole = state._replace(forward=middle, backward=backward, sent=sent, saved=saved)
-    return whole, max(lasting, default=0) - saved
+    return whole, max(live, default=0) - saved
 
 
 def _state(program: Program, names: Iterable[str]) -> Part:
@@ -186,15 +227,11 @@ def _head(rows: Sequence[Row], program: Program, stack: Stack) -> Part:
 def _crossing(program: Program, stack: Stack) -> float:
     """Bytes that the second layer gives to the third in forward."""
     one, two = (f"{stack.path}.{layer}" for layer in (1, 2))
-
-    def within(module: str, layer: str) -> bool:
-        return module == layer or module.startswith(f"{layer}.")
-
     given = [
         node.meta["val"].nbytes
         for node in program.forward.graph.nodes
         if isinstance(node.meta.get("val"), torch.Tensor)
-        and within(module_of(node), one)
-        and any(within(module_of(user), two) for user in node.users)
+        and _within(module_of(node), one)
+        and any(_within(module_of(user), two) for user in node.users)
     ]
     return float(sum(given))

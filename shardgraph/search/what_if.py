@@ -29,7 +29,11 @@ def what_if(
     for name, other in faster.items():
         # Of what does not fit, links change nothing but how stages are balanced, where they are part of a layer's time.
         balanced = other.intra != cluster.intra
-        left = (layout for layout, guess in estimated if guess.memory <= budget or (balanced and layout.stages > 1))
+        left = (
+            pair[0]
+            for pair in estimated
+            if (pair[1].memory <= budget or (balanced and pair[0].stages > 1)) and _may_gain(pair, best)
+        )
         again = [(layout, guess) for layout in left if (guess := estimates.again(layout, other)) is not None]
         yield f"with {name} twice as fast: {_compared(_best(again, budget), best)}"
     ranks = best[0].ranks
@@ -43,6 +47,15 @@ def what_if(
     near = [pair[0].name for pair in fitting if per_sample(pair) < _NEAR * per_sample(best)]
     if len(kinds := list(dict.fromkeys(near))) > 1:
         yield f"within {_NEAR - 1:.0%} of each other, so that it hardly matters which: {', '.join(kinds[:6])}"
+
+
+def _may_gain(pair: Estimated, best: Estimated) -> bool:
+    """Whether links twice as fast may make a layout faster than the best one is: they leave its computation as it is,
+    and halve its operators' collectives at most. Stages with faster operators may be balanced otherwise."""
+    layout, guess = pair
+    if layout.stages > 1 and layout.degree > 1:
+        return True
+    return guess.compute / layout.samples / (2 if layout.degree > 1 else 1) < per_sample(best)
 
 
 def _twice(link: Link) -> Link:
