@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ import shardgraph
 from shardgraph.cli import doctor
 from shardgraph.cli.main import app, main
 from shardgraph.cli.model import job_of
+from shardgraph.cli.planning import _text
+from shardgraph.plans.plan import Plan
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -79,6 +82,15 @@ def plan_file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.yaml"
     shardgraph.preset("fsdp", {"dp": 2}).save(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A plan that was searched for, and what was shown of it."""
+    path = tmp_path_factory.mktemp("searched") / "plan.yaml"
+    done = run("plan", f"{HERE}:mlp", "--cluster", "H100", "--devices", "2", "--global-batch", "8", "-o", path)
+    assert done.exit_code == 0, done.output
+    return path, done.stdout
 
 
 def test_the_version_is_the_packages() -> None:
@@ -193,13 +205,12 @@ def test_sizes_are_not_for_a_function_with_inputs_of_its_own() -> None:
     assert "inputs of its own" in refusal("verify", f"{HERE}:mlp", "--batch", "4")
 
 
-def test_plan_writes_what_explain_reads(tmp_path: Path) -> None:
-    out = tmp_path / "plan.yaml"
-    done = run("plan", f"{HERE}:mlp", "--cluster", "H100", "--devices", "2", "--global-batch", "8", "-o", out)
-    assert done.exit_code == 0 and "its step is" in done.stdout and f"Wrote {out}" in done.stdout
+def test_plan_writes_what_explain_reads(searched: tuple[Path, str]) -> None:
+    out, shown = searched
+    assert "its step is" in shown and f"Wrote {out}" in shown
     explained = answer("explain", out)
     assert explained["plan"]["batch"] == {"samples": 8}
-    assert set(explained["explanation"].splitlines()[1:]) <= set(done.stdout.splitlines())
+    assert set(explained["explanation"].splitlines()[1:]) <= set(shown.splitlines())
 
 
 def test_plan_says_what_does_not_fit() -> None:
@@ -414,7 +425,28 @@ def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path) -> None:
     assert "is a file" in run("emit", "no.such:model", "-o", tmp_path / "file").stderr
 
 
-def test_a_plan_says_its_reason_once(plan_file: Path) -> None:
-    lines = run("explain", plan_file).stdout.splitlines()
-    said = [line for line in lines if line.strip()]
-    assert len(said) == len(set(said))
+def test_a_plan_says_its_reason_once(plan_file: Path, searched: tuple[Path, str]) -> None:
+    for file in (plan_file, searched[0]):
+        lines = run("explain", file).stdout.splitlines()
+        said = [line for line in lines if line.strip()]
+        assert len(said) == len(set(said))
+
+
+def test_two_candidates_alike_are_two_lines(searched: tuple[Path, str]) -> None:
+    plan = Plan.load(searched[0])
+    twice = replace(plan, considered=(plan.considered[0], plan.considered[1], plan.considered[1]))
+    assert _text(twice).count(f"  {plan.considered[1].name} ") == 2
+
+
+def test_what_is_said_of_an_axis_is_said_of_the_layouts_that_have_it(searched: tuple[Path, str]) -> None:
+    plan, shown = Plan.load(searched[0]), searched[1]
+    assert "tp" not in plan.axes
+    of_tp = [line for line in shown.splitlines() if "'tp'" in line]
+    assert of_tp and all("where layouts are divided along 'tp', placements are the fastest" in line for line in of_tp)
+
+
+def test_plans_that_are_called_alike_have_prices_that_are(searched: tuple[Path, str]) -> None:
+    best, *others = Plan.load(searched[0]).considered
+    alike = {each.name for each in (best, *others) if each.fits and each.per_sample < 1.01 * best.per_sample}
+    told = re.findall("hardly matters which: (.*)", searched[1])
+    assert [set(each.split(", ")) for each in told] == ([alike] if len(alike) > 1 else [])

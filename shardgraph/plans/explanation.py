@@ -12,11 +12,16 @@ from shardgraph.sizes import format_bytes, format_seconds
 
 def explained(name: str, note: str, division: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
     """The text; the chosen candidate is the first. ``division``: how samples are divided, if known."""
+    begin = [f"plan {name!r}: {note}", *([f"  {division}"] if division else [])] if considered else []
+    return "\n".join([*begin, reasons(name, considered, remarks)])
+
+
+def reasons(name: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
+    """The text without what a plan says of itself as text: its note, and how samples are divided."""
     if not considered:
         return f"plan {name!r} was not chosen among others: plan='auto' with example inputs searches all layouts"
     best = considered[0]
-    lines = [f"plan {name!r}: {note}", *([f"  {division}"] if division else []), f"  {_bound(best)}", "", _HEADER]
-    lines += [_line(candidate, best) for candidate in considered]
+    lines = [f"  {_bound(best)}", "", _HEADER, *(_line(candidate, best) for candidate in considered)]
     if remarks:
         lines += ["", *(f"  {remark}" for remark in remarks)]
     return "\n".join(lines)
