@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardgraph
+from shardgraph.__main__ import main as entry
 from shardgraph.cli import doctor
 from shardgraph.cli.main import app, main
 from shardgraph.cli.model import job_of
@@ -116,9 +118,28 @@ def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["explain", "plan.yaml"]) == 130
 
 
-def test_a_warning_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
-    import warnings
+def test_an_interrupt_amid_a_trace_ends_without_the_traceback_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        warnings.warn("Error detected in AddmmBackward0. Traceback of forward call", UserWarning, stacklevel=1)
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr("shardgraph.plans.plan.Plan.load", interrupted)
+    done = run("explain", "plan.yaml")
+    assert done.exit_code == 130 and done.output == ""
+
+
+def test_an_interrupt_before_a_command_is_loaded_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "shardgraph.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "shardgraph.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert entry() == 130
+
+
+def test_a_warning_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
     monkeypatch.setattr("shardgraph.plans.plan.Plan.explain", lambda _: warnings.warn("too small", stacklevel=1) or "")
     assert run("explain", plan_file).stderr == "shardgraph: too small\n"
 
@@ -398,6 +419,20 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "CHECKS", {"two ranks": broken})
     done = run("doctor")
     assert done.exit_code == 1 and "no loopback" in done.stdout
+
+
+@pytest.mark.parametrize(("load", "mend"), [(1.0, ""), (90.0, "again when less runs: 90 processes wait for 2 cores")])
+def test_a_check_that_fails_on_a_busy_machine_says_that_it_is_busy(
+    load: float, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(name: str) -> doctor.Finding:
+        raise TimeoutError("two ranks did not meet")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"two ranks": late})
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    done = run("doctor", "--json")
+    assert done.exit_code == 1 and json.loads(done.stdout)["checks"][0]["mend"] == mend
 
 
 def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_torchrun_runs_it_with_the_losses_of_the_compiled_module_where_shardgrap
     plan: str, tmp_path: Path
 ) -> None:
     case = _case(f"gpt:{plan}")
-    command = ["--nproc-per-node", "2", "--master-port", "0", written(case, tmp_path) / "program.py"]
+    command = ["--nproc-per-node", "2", "--standalone", written(case, tmp_path) / "program.py"]
     assert under_torchrun(command, tmp_path) == on_ranks(compiled_losses, 2, args=(case, 5))
 
 

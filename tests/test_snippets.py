@@ -105,7 +105,7 @@ def test_the_program_of_the_page_on_emitting_trains_by_its_command_where_shardgr
     assert {line.strip() for line in (tmp_path / "program" / "program.py").read_text().splitlines()} >= {
         command.replace("program/", "")
     }
-    first, second = under_torchrun(["--master-port", "0", *shlex.split(command)[1:]], tmp_path)
+    first, second = under_torchrun(["--standalone", *shlex.split(command)[1:]], tmp_path)
     assert first == second and first[-1] < first[0]
 
 

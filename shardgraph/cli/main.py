@@ -34,6 +34,8 @@ class _Commands(TyperGroup):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
+                # Autograd's traceback of a trace that an error, or an interrupt, ends: what is told is told by the error.
+                warnings.filterwarnings("ignore", "Error detected in ")
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
