@@ -179,10 +179,15 @@ def under_torchrun(command: Sequence[str | Path], folder: Path) -> list[list[flo
     there = subprocess.run([sys.executable, "-c", "import shardgraph"], env=environment, capture_output=True, text=True)
     assert "shardgraph is not here" in there.stderr
     words = [sys.executable, "-m", "torch.distributed.run", *map(str, command)]
-    ran = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=folder, env=environment, **pipes) as running:
+        try:
+            printed, errors = running.communicate(timeout=_SECONDS)
+        finally:
+            running.terminate()  # which ends the ranks too
+    assert running.returncode == 0, errors[-4000:]
     losses: dict[int, list[float]] = {}
-    for rank, loss in re.findall(r"rank (\d+) step \d+ loss (\S+)", ran.stdout):
+    for rank, loss in re.findall(r"rank (\d+) step \d+ loss (\S+)", printed):
         losses.setdefault(int(rank), []).append(float(loss))
     return [losses[rank] for rank in sorted(losses)]
 

@@ -34,7 +34,7 @@ class _Commands(TyperGroup):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
-                # Autograd's traceback of a trace that an error, or an interrupt, ends: what is told is told by the error.
+                # Autograd shows a traceback beside any error amid a trace, and an interrupt too: the error says enough.
                 warnings.filterwarnings("ignore", "Error detected in ")
                 return super().invoke(ctx)
         except KeyboardInterrupt:
