@@ -396,6 +396,43 @@ def test_ranks_of_run_meet_in_launch_and_leave_at_their_end(tmp_path: Path, capf
     assert sorted(capfd.readouterr().out.split()) == ["2.0", "2.0", "left", "left"]
 
 
+ENDING = """
+import sys, time
+from datetime import timedelta
+import shardgraph
+from shardgraph.runtime.watch import watcher
+
+class Late:
+    def __del__(self):
+        time.sleep(2.0)
+
+class SlowStore:
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def check(self, keys):
+        self.store.wait(["never"], timedelta(seconds=1.0))
+
+def main():
+    if torch.distributed.get_rank() == 1:
+        time.sleep(0.3)  # until its watch asks the store
+
+import torch
+sys.late = Late()  # the end of the interpreter takes longer than the answer
+own = watcher.torch_api.own_connection
+watcher.torch_api.own_connection = lambda: SlowStore(own())
+shardgraph.launch(main)
+"""
+
+
+def test_a_rank_ends_well_while_its_watch_asks_the_store(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDING)
+    assert run("run", tmp_path / "train.py").exit_code == 0
+
+
 def test_doctor_finds_that_this_machine_trains() -> None:
     found = {each["name"]: each for each in answer("doctor")["checks"]}
     assert list(found) == list(doctor.CHECKS) and found["two ranks"]["works"]
