@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-DOCS = Path(__file__).parents[1]
-sys.path.insert(0, str(DOCS.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import shardgraph
 from examples.train_gpt import GPT
 
+DOCS = Path(__file__).parents[1]
 LLAMA = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
