@@ -7,9 +7,7 @@ round takes one step of each in turn, with a barrier before it, so that a machin
 medians are reported, and the median of the ratio to FSDP2's step of the same round, with its 95% bootstrap interval.
 Memory: each contender alone in its own processes, the bytes of tensors on rank 0 at the
 highest point of a step as torch's allocator counts them, and the resident set. Losses are recorded, and their
-largest difference. ``--contenders`` may have "DeepSpeed zero1" to "DeepSpeed zero3" too, where DeepSpeed is installed:
-
-    python benchmarks/train_step.py --job llama --contenders FSDP2 DDP "shardgraph fsdp of 8" "DeepSpeed zero3"
+largest difference.
 """
 
 from __future__ import annotations
@@ -86,43 +84,19 @@ def planned(preset: str, bucket: int) -> shardgraph.Plan:
     return replace(preset_of(preset, {"dp": dist.get_world_size()}), bucket=bucket)
 
 
-def by_deepspeed(name: str, model: nn.Module) -> tuple[nn.Module, Any]:
-    """An engine of DeepSpeed, of the stage of ZeRO that its name ends with, and its optimizer."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    import deepspeed
-
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,  # not used: batches come from here
-        "zero_optimization": {"stage": int(name[-1])},
-        "zero_allow_untested_optimizer": True,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    return engine, optimizer
-
-
 class Contender:
     """One way to train: its model, its optimizer and what it was seen to do."""
 
     def __init__(self, name: str, options: argparse.Namespace, device: torch.device) -> None:
         self.name, self.options, self.device = name, options, device
-        self.engine = name.startswith("DeepSpeed")
-        if self.engine:
-            self.model, self.optimizer = by_deepspeed(name, build_model(options).to(device))
-        else:
-            self.model = build(name, options, device)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.model = build(name, options, device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.times: list[float] = []
         self.losses: list[float] = []
         self.whole = name.removesuffix(" by inductor").endswith(" by step")
         started = time.perf_counter()
         if self.whole:  # compiles, or sets up lazily; not a step, so that weights stay equal
             self.model.train_step(**JOBS[options.job].whole(self.batch(0)))
-        elif self.engine:
-            self.model.eval()  # a call that sets up what is set up at the first one
-            with torch.no_grad():
-                self.loss(0)
-            self.model.train()
         else:
             self.loss(0).backward()
         self.optimizer.zero_grad()
@@ -140,10 +114,6 @@ class Contender:
         if self.whole:
             call = JOBS[self.options.job].whole(self.batch(number))
             loss = self.model.step(**call, optimizer=self.optimizer)
-        elif self.engine:
-            loss = self.loss(number)
-            self.model.backward(loss)
-            self.model.step()
         else:
             loss = self.loss(number)
             loss.backward()
