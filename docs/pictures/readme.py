@@ -5,10 +5,7 @@ python docs/pictures/readme.py            # writes docs/plan.svg and, where Chro
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -19,16 +16,6 @@ import shardgraph
 from examples.train_gpt import GPT
 
 DOCS = Path(__file__).parents[1]
-LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "use_cache": False,
-}
 
 
 def plan(path: Path) -> Path:
@@ -39,26 +26,5 @@ def plan(path: Path) -> Path:
     return shardgraph.visualize(two, path, model=model, example_inputs=(ids,), cluster="H100")
 
 
-def report(path: Path, chromium: str) -> None:
-    """Llama 3 8B under fsdp on 64 H100, as a browser shows its page."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(LlamaConfig(**LLAMA)), torch.zeros(1, 8192, dtype=torch.long)
-    call = {"example_kwargs": {"input_ids": ids, "labels": ids}}
-    analysis = shardgraph.analyze(model, plan="fsdp", **call, mesh={"dp": 64}, cluster="H100", precision="bf16")
-    with tempfile.TemporaryDirectory() as folder:
-        page = shardgraph.visualize(analysis, Path(folder, "report.html"))
-        window = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1180,1290"]
-        command = [chromium, *window, f"--user-data-dir={folder}/user", f"--screenshot={path}", page.as_uri()]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
-
-
-def main() -> None:
-    plan(DOCS / "plan.svg")
-    if chromium := shutil.which("chromium") or shutil.which("google-chrome"):
-        report(DOCS / "report.png", chromium)
-
-
 if __name__ == "__main__":
-    main()
+    plan(DOCS / "plan.svg")
