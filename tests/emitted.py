@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ from shardgraph.torch_api import pytree
 STEPS = 3
 _SECONDS = 240
 
-_DRIVER = '''
-import importlib, json, sys
+_NOWHERE = '''
+import sys
 
 class Nothing:
     """Finds nothing of what must not be needed."""
@@ -38,6 +39,12 @@ class Nothing:
             raise ImportError("shardgraph is not here")
 
 sys.meta_path.insert(0, Nothing())
+'''
+
+_DRIVER = (
+    _NOWHERE
+    + """
+import importlib, json
 try:
     import shardgraph
 except ImportError:
@@ -57,7 +64,8 @@ for folder in sys.argv[2:]:
     sys.path.remove(folder)
 print("LOSSES", json.dumps(losses), flush=True)
 program.leave_ranks()
-'''
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -162,6 +170,26 @@ def losses_of_both(case: Case, folder: Path) -> tuple[list[float], list[float]]:
         program.join_ranks(program.AXES)
         emitted = program.main(STEPS)
     return emitted, compiled_losses(case)
+
+
+def under_torchrun(command: Sequence[str | Path], folder: Path) -> list[list[float]]:
+    """The losses that each rank prints under ``torchrun command``, in processes that cannot import shardgraph."""
+    (folder / "sitecustomize.py").write_text(_NOWHERE)  # Python imports it as it starts
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    there = subprocess.run([sys.executable, "-c", "import shardgraph"], env=environment, capture_output=True, text=True)
+    assert "shardgraph is not here" in there.stderr
+    words = [sys.executable, "-m", "torch.distributed.run", *map(str, command)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=folder, env=environment, **pipes) as running:
+        try:
+            printed, errors = running.communicate(timeout=_SECONDS)
+        finally:
+            running.terminate()  # which ends the ranks too
+    assert running.returncode == 0, errors[-4000:]
+    losses: dict[int, list[float]] = {}
+    for rank, loss in re.findall(r"rank (\d+) step \d+ loss (\S+)", printed):
+        losses.setdefault(int(rank), []).append(float(loss))
+    return [losses[rank] for rank in sorted(losses)]
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> list[str]:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +22,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shardgraph
+from shardgraph.__main__ import main as entry
 from shardgraph.cli import doctor
 from shardgraph.cli.main import app, main
 from shardgraph.cli.model import job_of
+from shardgraph.cli.planning import _text
+from shardgraph.plans.plan import Plan
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -81,6 +86,15 @@ def plan_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A plan that was searched for, and what was shown of it."""
+    path = tmp_path_factory.mktemp("searched") / "plan.yaml"
+    done = run("plan", f"{HERE}:mlp", "--cluster", "H100", "--devices", "2", "--global-batch", "8", "-o", path)
+    assert done.exit_code == 0, done.output
+    return path, done.stdout
+
+
 def test_the_version_is_the_packages() -> None:
     assert run("--version").stdout == f"shardgraph {shardgraph.__version__}\n"
 
@@ -104,9 +118,28 @@ def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["explain", "plan.yaml"]) == 130
 
 
-def test_a_warning_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
-    import warnings
+def test_an_interrupt_amid_a_trace_ends_without_the_traceback_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        warnings.warn("Error detected in AddmmBackward0. Traceback of forward call", UserWarning, stacklevel=1)
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr("shardgraph.plans.plan.Plan.load", interrupted)
+    done = run("explain", "plan.yaml")
+    assert done.exit_code == 130 and done.output == ""
+
+
+def test_an_interrupt_before_a_command_is_loaded_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "shardgraph.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "shardgraph.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert entry() == 130
+
+
+def test_a_warning_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
     monkeypatch.setattr("shardgraph.plans.plan.Plan.explain", lambda _: warnings.warn("too small", stacklevel=1) or "")
     assert run("explain", plan_file).stderr == "shardgraph: too small\n"
 
@@ -193,13 +226,12 @@ def test_sizes_are_not_for_a_function_with_inputs_of_its_own() -> None:
     assert "inputs of its own" in refusal("verify", f"{HERE}:mlp", "--batch", "4")
 
 
-def test_plan_writes_what_explain_reads(tmp_path: Path) -> None:
-    out = tmp_path / "plan.yaml"
-    done = run("plan", f"{HERE}:mlp", "--cluster", "H100", "--devices", "2", "--global-batch", "8", "-o", out)
-    assert done.exit_code == 0 and "its step is" in done.stdout and f"Wrote {out}" in done.stdout
+def test_plan_writes_what_explain_reads(searched: tuple[Path, str]) -> None:
+    out, shown = searched
+    assert "its step is" in shown and f"Wrote {out}" in shown
     explained = answer("explain", out)
     assert explained["plan"]["batch"] == {"samples": 8}
-    assert set(explained["explanation"].splitlines()[1:]) <= set(done.stdout.splitlines())
+    assert set(explained["explanation"].splitlines()[1:]) <= set(shown.splitlines())
 
 
 def test_plan_says_what_does_not_fit() -> None:
@@ -364,6 +396,43 @@ def test_ranks_of_run_meet_in_launch_and_leave_at_their_end(tmp_path: Path, capf
     assert sorted(capfd.readouterr().out.split()) == ["2.0", "2.0", "left", "left"]
 
 
+ENDING = """
+import sys, time
+from datetime import timedelta
+import shardgraph
+from shardgraph.runtime.watch import watcher
+
+class Late:
+    def __del__(self):
+        time.sleep(2.0)
+
+class SlowStore:
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def check(self, keys):
+        self.store.wait(["never"], timedelta(seconds=1.0))
+
+def main():
+    if torch.distributed.get_rank() == 1:
+        time.sleep(0.3)  # until its watch asks the store
+
+import torch
+sys.late = Late()  # the end of the interpreter takes longer than the answer
+own = watcher.torch_api.own_connection
+watcher.torch_api.own_connection = lambda: SlowStore(own())
+shardgraph.launch(main)
+"""
+
+
+def test_a_rank_ends_well_while_its_watch_asks_the_store(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ENDING)
+    assert run("run", tmp_path / "train.py").exit_code == 0
+
+
 def test_doctor_finds_that_this_machine_trains() -> None:
     found = {each["name"]: each for each in answer("doctor")["checks"]}
     assert list(found) == list(doctor.CHECKS) and found["two ranks"]["works"]
@@ -387,6 +456,20 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "CHECKS", {"two ranks": broken})
     done = run("doctor")
     assert done.exit_code == 1 and "no loopback" in done.stdout
+
+
+@pytest.mark.parametrize(("load", "mend"), [(1.0, ""), (90.0, "again when less runs: 90 processes wait for 2 cores")])
+def test_a_check_that_fails_on_a_busy_machine_says_that_it_is_busy(
+    load: float, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(name: str) -> doctor.Finding:
+        raise TimeoutError("two ranks did not meet")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"two ranks": late})
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    done = run("doctor", "--json")
+    assert done.exit_code == 1 and json.loads(done.stdout)["checks"][0]["mend"] == mend
 
 
 def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
@@ -414,7 +497,28 @@ def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path) -> None:
     assert "is a file" in run("emit", "no.such:model", "-o", tmp_path / "file").stderr
 
 
-def test_a_plan_says_its_reason_once(plan_file: Path) -> None:
-    lines = run("explain", plan_file).stdout.splitlines()
-    said = [line for line in lines if line.strip()]
-    assert len(said) == len(set(said))
+def test_a_plan_says_its_reason_once(plan_file: Path, searched: tuple[Path, str]) -> None:
+    for file in (plan_file, searched[0]):
+        lines = run("explain", file).stdout.splitlines()
+        said = [line for line in lines if line.strip()]
+        assert len(said) == len(set(said))
+
+
+def test_two_candidates_alike_are_two_lines(searched: tuple[Path, str]) -> None:
+    plan = Plan.load(searched[0])
+    twice = replace(plan, considered=(plan.considered[0], plan.considered[1], plan.considered[1]))
+    assert _text(twice).count(f"  {plan.considered[1].name} ") == 2
+
+
+def test_what_is_said_of_an_axis_is_said_of_the_layouts_that_have_it(searched: tuple[Path, str]) -> None:
+    plan, shown = Plan.load(searched[0]), searched[1]
+    assert "tp" not in plan.axes
+    of_tp = [line for line in shown.splitlines() if "'tp'" in line]
+    assert of_tp and all("where layouts are divided along 'tp', placements are the fastest" in line for line in of_tp)
+
+
+def test_plans_that_are_called_alike_have_prices_that_are(searched: tuple[Path, str]) -> None:
+    best, *others = Plan.load(searched[0]).considered
+    alike = {each.name for each in (best, *others) if each.fits and each.per_sample < 1.01 * best.per_sample}
+    told = re.findall("hardly matters which: (.*)", searched[1])
+    assert [set(each.split(", ")) for each in told] == ([alike] if len(alike) > 1 else [])

@@ -115,7 +115,7 @@ def test_the_examples_of_the_command_line_run(
         assert main(shlex.split(example.removeprefix("$ shardgraph "))) == 0, (example, capfd.readouterr())
     shown = capfd.readouterr().out
     assert "equal: plan fsdp on 2 ranks" in shown and "rank 1 of 2, lr=0.1" in shown
-    assert (tmp_path / "plan.yaml").exists() and (tmp_path / "plan.html").exists()
+    assert (tmp_path / "plan.yaml").exists() and (tmp_path / "report.html").exists()
 
 
 def test_every_command_is_in_its_document() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import shardgraph
 from shardgraph.emission.lines import generalized, wrapped
 from tests.emit_models import CASES, FURTHER, GPT, deep, gpt, grouped
-from tests.emitted import Case, batch_of, compiled_losses, emitted_losses, losses_of_both, written
+from tests.emitted import Case, batch_of, compiled_losses, emitted_losses, losses_of_both, under_torchrun, written
 from tests.standing import on_ranks
 
 
@@ -171,6 +171,16 @@ def test_a_file_runs_as_a_script(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     assert [line.split()[3] for line in run.stdout.splitlines()] == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.quick("fsdp")
+@pytest.mark.parametrize("plan", ["fsdp", "tp", "pp"])
+def test_torchrun_runs_it_with_the_losses_of_the_compiled_module_where_shardgraph_is_not(
+    plan: str, tmp_path: Path
+) -> None:
+    case = _case(f"gpt:{plan}")
+    command = ["--nproc-per-node", "2", "--standalone", written(case, tmp_path) / "program.py"]
+    assert under_torchrun(command, tmp_path) == on_ranks(compiled_losses, 2, args=(case, 5))
 
 
 def test_equal_layers_are_one_function_called_in_a_loop(tmp_path: Path) -> None:

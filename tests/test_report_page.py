@@ -198,6 +198,37 @@ def test_on_paper_every_text_is_open_and_there_are_no_buttons(page):
 
 
 @needs_browser
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
+def test_texts_of_a_plan_stay_in_their_boxes_and_apart_in_a_wider_font(browser, tmp_path):
+    picture = shardgraph.visualize(analysis(), tmp_path / "plan.svg", model=Net(), example_inputs=INPUTS)
+    opened = browser.new_page()
+    opened.goto(picture.as_uri())
+    found = opened.evaluate("""() => {
+        const wide = document.createElementNS("http://www.w3.org/2000/svg", "style");
+        wide.textContent = "text { letter-spacing: 0.06em }";  // a tenth wider than measured
+        document.documentElement.append(wide);
+        const all = selector => [...document.querySelectorAll(selector)];
+        const inside = (text, box) => text.getBBox().x >= box.x - 1
+            && text.getBBox().x + text.getBBox().width <= box.x + box.width + 1;
+        const nodes = all(".node").filter(node => node.querySelector("polygon, ellipse")).map(node =>
+            [[...node.querySelectorAll("text")], node.querySelector("polygon, ellipse").getBBox()]);
+        const clusters = all(".cluster").map((cluster, i) =>
+            [[...all(".label")[i].querySelectorAll("text")], cluster.getBBox()]);
+        const lines = all(".graph text").map(text => text.getBoundingClientRect());
+        const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4
+            && b.top < a.bottom - 4;
+        return {
+            texts: lines.length,
+            outside: [...nodes, ...clusters].flatMap(([texts, box]) =>
+                texts.filter(text => !inside(text, box)).map(text => text.textContent)),
+            together: lines.flatMap((a, i) => lines.slice(i + 1).filter(b => meet(a, b))).length,
+        };
+    }""")
+    opened.close()
+    assert found["texts"] > 20 and found["outside"] == [] and found["together"] == 0
+
+
+@needs_browser
 def test_names_that_are_markup_are_shown_as_they_are(browser, tmp_path):
     row = Row(half="forward", node="mm", operation="mm", module="</script><b>x", label="<i>mm", kind="matmul",
               read=1, written=1, seconds=1.0, memory={"parameters": 1})  # fmt: skip

@@ -6,8 +6,10 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
@@ -82,6 +84,14 @@ def test_pictures_are_of_the_graphs_that_are_compiled_now():
     draw = loaded(DOCS / "pictures" / "draw.py")
     for name, of in draw.PICTURES.items():
         assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw.document(name, [*of(), draw.legend()]), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
+def test_the_readme_shows_a_plan_as_it_is_drawn_now(tmp_path: Path):
+    drawn = loaded(DOCS / "pictures" / "readme.py").plan(tmp_path / "plan.svg")
+    shown, now = (sorted(ET.parse(path).getroot().itertext()) for path in (DOCS / "plan.svg", drawn))
+    assert shown == now  # where Graphviz puts it depends on its version
 
 
 def test_every_page_is_in_the_navigation():

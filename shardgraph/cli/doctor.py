@@ -22,7 +22,8 @@ from shardgraph.cli.options import Json
 from shardgraph.cli.output import result, working
 
 _ENOUGH = 2 * 2**30  # bytes of free memory: two ranks of a small model
-_SECONDS = 60.0  # for a compiler or the ranks
+_SECONDS = 300.0  # for a compiler or the ranks: seconds on an idle machine, minutes on a busy one
+_BUSY = 4  # processes that wait for each core
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def doctor(as_json: Json = False) -> None:
             try:
                 findings.append(check(name))
             except Exception as error:  # a check that fails is a finding
-                findings.append(Finding(name, False, f"{type(error).__name__}: {error}", needed=name in NEEDED))
+                found = f"{type(error).__name__}: {error}"
+                findings.append(Finding(name, False, found, needed=name in NEEDED, mend=_less_busy()))
     well = all(each.works or not each.needed for each in findings)
     if as_json:
         result("", {"ok": well, "checks": findings}, True)
@@ -52,6 +54,12 @@ def doctor(as_json: Json = False) -> None:
         _show(findings)
     if not well:
         raise typer.Exit(1)
+
+
+def _less_busy() -> str:
+    """What may mend a check that took too long: nothing, if the machine is not busy."""
+    waiting, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"again when less runs: {waiting:.0f} processes wait for {cores} cores" if waiting > _BUSY * cores else ""
 
 
 def _show(findings: list[Finding]) -> None:

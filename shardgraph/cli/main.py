@@ -34,6 +34,8 @@ class _Commands(TyperGroup):
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
+                # Autograd shows a traceback beside any error amid a trace, and an interrupt too: the error says enough.
+                warnings.filterwarnings("ignore", "Error detected in ")
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None

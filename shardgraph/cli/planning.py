@@ -196,12 +196,10 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _text(plan: Any) -> str:
-    """A plan and why it was chosen, without what both begin with."""
-    shown = str(plan).splitlines()
-    first, *others = plan.explain().splitlines()
-    why = first.partition(": ")[2]
-    begins = [] if why and shown[0].endswith(why) else [first]
-    return "\n".join([*shown, "", *begins, *(line for line in others if line not in shown)])
+    """A plan and why it was chosen."""
+    from shardgraph.plans.explanation import reasons
+
+    return f"{plan}\n\n{reasons(plan.name, plan.considered, plan.remarks)}"
 
 
 def _explained(plan: Any) -> dict[str, Any]:

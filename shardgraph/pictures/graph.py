@@ -17,6 +17,7 @@ from shardgraph.sizes import format_bytes
 _FONT = "Helvetica,Arial,sans-serif"
 _COLUMNS = 3  # parameters of a module side by side
 _SVG = "{http://www.w3.org/2000/svg}"
+_SHRINK = 0.88  # whoever looks at an SVG may have wider fonts than Graphviz measured
 _RIM = "paint-order:stroke;stroke:#f4f4f4;stroke-width:4px;stroke-linejoin:round"
 ET.register_namespace("", _SVG.strip("{}"))
 ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
@@ -28,9 +29,9 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
     A node has the name of its parameter, which viewers show as a tooltip.
     """
     dot = graphviz.Digraph("plan")
-    dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="11")
+    dot.attr("graph", compound="true", nodesep="0.15", ranksep="0.3", fontname=_FONT, fontsize="12")
     dot.attr("graph", label=_heading(tree), labelloc="t", labeljust="l")
-    dot.attr("node", shape="box", fontname=_FONT, fontsize="10", margin="0.1,0.05", height="0.3", color="#777777")
+    dot.attr("node", shape="box", fontname=_FONT, fontsize="11", margin="0.1,0.05", height="0.3", color="#777777")
     dot.attr("edge", color="#44444499", arrowsize="0.6")
     _add_module(dot, [tree.root], tree.colours)
     folded = dict(_fold(tree.root, tree.root, ()))
@@ -40,7 +41,7 @@ def plan_graph(tree: Tree, flow: Edges) -> graphviz.Digraph:
         if not _between_layers(folded[source.module][1], folded[target.module][1])
     )
     for site in dict.fromkeys(site for ends in edges for site in ends if site.kind in ("inputs", "outputs")):
-        dot.node(_name(site), site.text, shape="plaintext", fontsize="12")
+        dot.node(_name(site), site.text, shape="plaintext", fontsize="13")
     for source, target in edges:
         borders = {}
         if source.module is not target.module:  # an edge from outside ends at the border of a module's cluster
@@ -61,6 +62,8 @@ def render_svg(dot: graphviz.Digraph) -> Drawing:
     graph = svg.find(f"{_SVG}g")
     assert graph is not None
     _lift_labels(graph)
+    for group in graph.iter(f"{_SVG}g"):
+        _fit_texts(group)
     return Drawing(width, height, ET.tostring(graph, encoding="unicode").rstrip())
 
 
@@ -73,8 +76,21 @@ def _lift_labels(graph: ET.Element) -> None:
             label.append(text)
 
 
+def _fit_texts(group: ET.Element) -> None:
+    """Have the texts of a group fit in any font: each smaller than its room, and parts of a line behind each other."""
+    line = None
+    for text in group.findall(f"{_SVG}text"):
+        text.set("font-size", f"{_SHRINK * float(text.attrib['font-size']):.2f}")
+        looks = {name: value for name, value in text.attrib.items() if name not in ("x", "y", "text-anchor")}
+        if line is None or line.get("y") != text.get("y"):
+            line = text
+        else:
+            ET.SubElement(line, f"{_SVG}tspan", {"font-weight": "normal", "fill": "#000000"} | looks).text = text.text
+            group.remove(text)
+
+
 def _heading(tree: Tree) -> str:
-    lines = [f'<font point-size="16"><b>{escape(tree.title)}</b></font>', escape(tree.summary)]
+    lines = [f'<font point-size="18"><b>{escape(tree.title)}</b></font>', escape(tree.summary)]
     lines += [f'<font color="{colour}" point-size="15">&#9632;</font> {escape(line)}' for colour, line in tree.legend]
     rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
     return f'<<table border="0" cellspacing="1" cellpadding="1">{rows}</table>>'
@@ -113,7 +129,7 @@ def _label(alike: list[Module]) -> str:
     lines = [f'<b>{escape(name)}</b>&#8195;<font color="#555555">{held}</font>' if held else f"<b>{escape(name)}</b>"]
     for each in alike[0].traffic.values():
         sent = f"{each.calls}, {format_bytes(each.nbytes)}"
-        lines.append(f'<font point-size="9" color="#555555">{escape(sent)}</font>')
+        lines.append(f'<font point-size="10" color="#555555">{escape(sent)}</font>')
     return "<" + "".join(f'{line}&#160;&#160;<br align="left"/>' for line in lines) + ">"
 
 

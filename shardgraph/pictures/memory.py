@@ -12,7 +12,7 @@ from shardgraph.report.analysis import Analysis
 from shardgraph.sizes import format_bytes
 
 WIDTH, HEIGHT = 980, 380
-_LEFT, _RIGHT, _TOP, _BASE = 80, 730, 70, 340  # the sides of the plot
+_LEFT, _RIGHT, _TOP, _BASE = 80, 690, 70, 340  # the sides of the plot
 _LEAST = 40  # the minimum width of a phase with few operations, such as the optimizer's
 _COLOURS = {  # from the bottom up: first the tensors that stay, last the short-lived ones
     "parameters": "#4e79a7",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardgraph.plans.candidate import Candidate
@@ -12,11 +12,15 @@ from shardgraph.sizes import format_bytes, format_seconds
 
 def explained(name: str, note: str, division: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
     """The text; the chosen candidate is the first. ``division``: how samples are divided, if known."""
+    begin = [f"plan {name!r}: {note}", *([f"  {division}"] if division else [])] if considered else []
+    return "\n".join([*begin, reasons(name, considered, remarks)])
+
+
+def reasons(name: str, considered: Sequence[Candidate], remarks: Sequence[str]) -> str:
+    """The text without what a plan says of itself as text: its note, and how samples are divided."""
     if not considered:
         return f"plan {name!r} was not chosen among others: plan='auto' with example inputs searches all layouts"
-    best = considered[0]
-    lines = [f"plan {name!r}: {note}", *([f"  {division}"] if division else []), f"  {_bound(best)}", "", _HEADER]
-    lines += [_line(candidate, best) for candidate in considered]
+    lines = [f"  {_bound(considered[0])}", "", *_table(considered)]
     if remarks:
         lines += ["", *(f"  {remark}" for remark in remarks)]
     return "\n".join(lines)
@@ -31,9 +35,18 @@ def comparison_table(considered: Sequence[Candidate]) -> list[list[str]]:
     return rows
 
 
-_HEADER = (
-    f"  {'plan':<18}{'mesh':<52} {'recomputed':<12}{'memory':>11}{'sample':>11}{'compute':>9}{'exposed':>9}{'idle':>7}"
-)
+_HEADS = ("plan", "mesh", "recomputed", "memory", "sample", "compute", "exposed", "idle", "")
+_WORDS = ("plan", "mesh", "recomputed", "")  # columns that begin at the left
+
+
+def _table(considered: Sequence[Candidate]) -> Iterator[str]:
+    """The candidates side by side, in columns no wider than they need."""
+    rows = [_HEADS, *(_cells(candidate, considered[0]) for candidate in considered)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        columns = zip(_HEADS, row, widths, strict=True)
+        cells = (cell.ljust(width) if head in _WORDS else cell.rjust(width) for head, cell, width in columns)
+        yield f"  {'  '.join(cells)}".rstrip()
 
 
 def _bound(best: Candidate) -> str:
@@ -47,14 +60,11 @@ def _bound(best: Candidate) -> str:
     return f"its step is {', '.join(shares)}" if best.seconds else "its step takes no time"
 
 
-def _line(candidate: Candidate, best: Candidate) -> str:
-    mesh = _division(candidate)
+def _cells(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     total = candidate.seconds or 1.0
-    shares = (candidate.compute, candidate.exposed, candidate.bubble)
-    compute, exposed, idle = (f"{seconds / total:.0%}" for seconds in shares)
-    cells = f"{format_bytes(candidate.memory):>11}{format_seconds(candidate.per_sample):>11}"
-    cells += f"{compute:>9}{exposed:>9}{idle:>7}"
-    return f"  {candidate.name:<18}{mesh:<52} {candidate.recompute:<12}{cells}  {_verdict(candidate, best)}"
+    shares = (f"{seconds / total:.0%}" for seconds in (candidate.compute, candidate.exposed, candidate.bubble))
+    costs = format_bytes(candidate.memory), format_seconds(candidate.per_sample)
+    return (candidate.name, _division(candidate), candidate.recompute, *costs, *shares, _verdict(candidate, best))
 
 
 def _division(candidate: Candidate) -> str:

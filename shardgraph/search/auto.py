@@ -47,6 +47,9 @@ _BOUNDS = 4
 _MEMORY_DOUBT = 1.25
 """Likewise of memory: estimates were at most so much above the exact peaks."""
 
+_NEAR = 1.01
+"""Plans that take less than this many times the least are called alike."""
+
 _HIDDEN = 0.002
 """Computation hides all communication of which no more than this part of a step is exposed."""
 
@@ -113,7 +116,7 @@ def search(
     if finals.cut:
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:
-        remarks += what_if(estimates, estimated, budget, machine, batches)
+        remarks += [*what_if(estimates, estimated, budget, machine, batches), *finals.alike()]
     return Found(finals.ranked(), len(estimated), remarks)
 
 
@@ -215,6 +218,13 @@ class Finals:
             if gain > 0
             else "so none of them is faster than the chosen one"
         )
+
+    def alike(self) -> Iterator[str]:
+        """The plans whose exact prices are nearly the best, by name, if there are several."""
+        fitting = [priced for priced in self.ranked() if priced.memory <= self._budget]
+        names = dict.fromkeys(each.plan.name for each in fitting if each.per_sample < _NEAR * fitting[0].per_sample)
+        if len(names) > 1:
+            yield f"within {_NEAR - 1:.0%} of each other, so that it hardly matters which: {', '.join(names)}"
 
     @property
     def _ratios(self) -> list[float]:

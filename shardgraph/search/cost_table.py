@@ -138,8 +138,10 @@ class CostTable:
         """Remark on the gap of each axis' placements, which a program notes if it is above 0."""
         for axis, _ in plan.operators:
             subject = f"placements along {axis!r}"
-            proved = f"{subject} are the fastest: the bound of their integer program is reached"
-            self.remarks[next((note for note in program.notes if note.startswith(subject)), proved)] = None
+            proved = " are the fastest: the bound of their integer program is reached"
+            told = next((note.removeprefix(subject) for note in program.notes if note.startswith(subject)), proved)
+            # The plan that is chosen need not have the axis.
+            self.remarks[f"where layouts are divided along {axis!r}, placements{told}"] = None
 
 
 def program_of(source: Source, plan: Plan) -> tuple[Program, Analysis]:

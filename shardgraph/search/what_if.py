@@ -13,7 +13,6 @@ from shardgraph.search.estimates import Estimated, Estimates, per_sample
 
 _GIB = 2**30
 _SAME = 0.002  # less is no change
-_NEAR = 1.01
 
 
 def what_if(
@@ -43,10 +42,6 @@ def what_if(
         total = None if batches.total is None else batches.total * more // ranks
         with_node = estimates.all(more, larger, replace(batches, total=total), lambda guesses: _least(guesses, budget))
         yield f"with one more node, of {more} devices: {_compared(_best(with_node, budget), best)} per sample"
-    fitting = (pair for pair in estimated if pair[1].memory <= budget)
-    near = [pair[0].name for pair in fitting if per_sample(pair) < _NEAR * per_sample(best)]
-    if len(kinds := list(dict.fromkeys(near))) > 1:
-        yield f"within {_NEAR - 1:.0%} of each other, so that it hardly matters which: {', '.join(kinds[:6])}"
 
 
 def _may_gain(pair: Estimated, best: Estimated) -> bool:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Watcher:
         self.introduced = threading.Event()  # others hear of it if this rank ends from now on
         self._store = torch_api.own_connection()
         self._sentinel: subprocess.Popen[bytes] | None = None
-        self._writing = threading.Lock()
+        self._writing, self._at_store = threading.Lock(), threading.Lock()
         self._told = self._over = False
         self._asking: threading.Thread | None = None  # the store what others wait for
         self._unanswered = 0  # looks since it began to
@@ -126,8 +127,22 @@ class Watcher:
         if self.failure is not None:
             gc.freeze()  # collecting what a model leaves behind, at the end of the interpreter, may take seconds
         self._send({"left": text, "ending": True})
+        if self._at_store.acquire(timeout=_HEARING if self.failure is None else _MOMENT):
+            self._at_store.release()
 
     # -- the thread --
+
+    def _asked(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """What the store answers. A thread that is in there at the end of the interpreter would abort the process: so
+        none is once this rank has left.
+
+        Raises:
+            OSError: this rank has left.
+        """
+        with self._at_store:
+            if self._over:
+                raise OSError("this rank has left")
+            return call(*arguments)
 
     def _start(self) -> None:
         command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("sentinel.py"))]
@@ -159,11 +174,11 @@ class Watcher:
                 pass
             hosts = [self._bind] if self._bind else _addresses(self._store)
             where = {"hosts": hosts, "port": ports[0], "token": self._token, "file": self.record_file}
-            self._store.set("shardgraph/watch", json.dumps(where))
+            self._asked(self._store.set, "shardgraph/watch", json.dumps(where))
             return
-        while not self._store.check(["shardgraph/watch"]):
+        while not self._asked(self._store.check, ["shardgraph/watch"]):
             time.sleep(0.1)
-        hub = json.loads(self._store.get("shardgraph/watch"))
+        hub = json.loads(self._asked(self._store.get, "shardgraph/watch"))
         self.record_file = hub["file"]
         self._send({"hub": hub})
 
@@ -240,11 +255,13 @@ class Watcher:
             if waits:
                 self._waits(now)
             else:
-                self._store.set(self._key(self.rank), "")
+                self._asked(self._store.set, self._key(self.rank), "")
                 self._posted = False
         except dist.DistError as error:
             if waits:
                 self._lost(now, str(error))
+        except OSError:  # this rank has left
+            return
 
     def _lost(self, now: Place, how: str) -> None:
         """Say that this rank, which waits, has lost the store: it fails, unless the one that serves it has."""
@@ -260,7 +277,7 @@ class Watcher:
         still, computes = self._motion.still, now.beside == "save"
         told = now.text, now.operation, group, members, absent, now.run, now.message, counts
         status = Status(*told, beside, still, computes)
-        self._store.set(self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
+        self._asked(self._store.set, self._key(self.rank), json.dumps({**vars(status), "looks": self._looks}))
         self._posted = True
         if self._looks % max(1, self.size // 16):
             return
@@ -284,9 +301,9 @@ class Watcher:
         """What all who wait have posted, and at which of their looks: a rank that posts no more may have gone on."""
         ranks = [rank for rank in range(self.size) if rank != self.rank]
         waiting, looks = {self.rank: own}, {self.rank: self._looks}
-        present = [rank for rank in ranks if self._store.check([self._key(rank)])]
+        present = [rank for rank in ranks if self._asked(self._store.check, [self._key(rank)])]
         for rank in present:
-            if post := self._store.get(self._key(rank)):
+            if post := self._asked(self._store.get, self._key(rank)):
                 record: dict[str, Any] = json.loads(post)
                 looks[rank] = record.pop("looks")
                 waiting[rank] = Status(**record)
