@@ -26,11 +26,12 @@ from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.errors import ShardGraphError, expect
+from shardgraph.module.compiled import Setup
 from shardgraph.module.fingerprint import fingerprint
 from shardgraph.module.lengths import Lengths, Padding
 from shardgraph.module.parameters import tied_names
 from shardgraph.module.pipelined import PipelinedModule
-from shardgraph.module.sharded import Setup, ShardedModule
+from shardgraph.module.sharded import ShardedModule
 from shardgraph.module.sharding import Stages, shard_model
 from shardgraph.plans.dtype_support import check_present
 from shardgraph.plans.offload_plan import Offload

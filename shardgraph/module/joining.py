@@ -46,7 +46,7 @@ class Module(Protocol):
 
 @contextmanager
 def joined(module: Module, over_all: bool, throw: bool) -> Iterator[None]:
-    """See :meth:`shardgraph.module.sharded.ShardedModule.join`."""
+    """See :meth:`shardgraph.module.as_wrapped.AsWrapped.join`."""
     plan, state = module.plan, module._state
     if not plan.is_of_data or plan.copies > 1 or plan.gradient_statistics or plan.offload.parameters:
         raise ShardGraphError(

@@ -20,9 +20,10 @@ from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.subclasses import check_transforms
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.module import checkpoint
+from shardgraph.module.compiled import Setup
 from shardgraph.module.decided import check_decided_alike
 from shardgraph.module.gradient_norm import clip_by, combined, nothing, total_norm
-from shardgraph.module.sharded import Setup, ShardedModule, on_device
+from shardgraph.module.sharded import ShardedModule, on_device
 from shardgraph.passes.program import Program
 from shardgraph.plans.declared_stages import declared_owners
 from shardgraph.plans.pipeline_plan import Pipeline

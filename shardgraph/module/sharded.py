@@ -4,89 +4,59 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
-from shardgraph.arguments import BOOL, CALLABLE, FROM_NUMPY, OPTIMIZER, PATH, STATE, checked, instance
+from shardgraph.arguments import BOOL, FROM_NUMPY, OPTIMIZER, instance
 from shardgraph.capture.capture import own_loss
-from shardgraph.capture.captures import Call, Captures
+from shardgraph.capture.captures import Call
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.subclasses import check_inputs, check_transforms
-from shardgraph.emission import saved as emission
 from shardgraph.errors import ArgumentError, ShardGraphError, shown
-from shardgraph.module import checkpoint, local_state, training_step
+from shardgraph.module import checkpoint, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
-from shardgraph.module.as_written import AsWritten, without_gradients
+from shardgraph.module.as_written import AsWritten
+from shardgraph.module.compiled import Setup
 from shardgraph.module.copying import copied_model
 from shardgraph.module.fingerprint import digest
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
-from shardgraph.module.gradient_norm import check_clipping, clip_grad_norm_
-from shardgraph.module.input_names import input_names
-from shardgraph.module.joining import joined
-from shardgraph.module.lengths import Lengths, Padding
+from shardgraph.module.gradient_norm import check_clipping
+from shardgraph.module.lengths import Padding
 from shardgraph.module.local_step import step_together
 from shardgraph.module.other_wrappers import instead_of
 from shardgraph.module.programs import Programs
 from shardgraph.module.remembered import lowered
 from shardgraph.module.replaced import adopt, current
+from shardgraph.module.saved_state import SavedState
 from shardgraph.module.sharding import shard_added
 from shardgraph.module.shared_batch import check_shared
 from shardgraph.module.update_in_backward import updates_of
-from shardgraph.module.whole import whole_parameters
-from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
-from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.autograd import Differentiable
-from shardgraph.runtime.backends import Backend, eager
 from shardgraph.runtime.direct import is_direct, loss_and_gradients
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradient_statistics import GradientStatistics
-from shardgraph.runtime.hooked import CommunicationHook, check_hookable
 from shardgraph.runtime.joined import announce
 from shardgraph.runtime.loss_weight import weight_by_elements
 from shardgraph.runtime.pipeline.microbatches import loss_counts
 from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import pytree
 
-_REDUCED_BY = {"allreduce_hook": "", "fp16_compress_hook": "float16", "bf16_compress_hook": "bfloat16"}
-
 _SCALER = instance("a torch.amp.GradScaler, such as shardgraph.GradScaler()", torch.amp.GradScaler)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a module compiles its programs with, on this rank; see :func:`shardgraph.compile`."""
-
-    device: torch.device
-    loss_fn: Callable[..., torch.Tensor] | None
-    agreement: Agreement
-    progress: bool | None
-    captures: Captures
-    loss_weight: str = "ranks"
-    backend: Backend = eager.backend
-    lengths: Lengths | None = None
-    random: str = "ranks"
-
-    def again(self) -> Setup:
-        """The same for another module."""
-        return replace(self, captures=Captures(self.device))
-
-
-class ShardedModule(nn.Module):
+class ShardedModule(SavedState):
     """A model compiled under a plan, by :func:`shardgraph.compile`.
 
     It shares the original's submodules, so names, ``train()``/``eval()`` and ``requires_grad_`` are the original's; its
@@ -94,22 +64,6 @@ class ShardedModule(nn.Module):
     numbers, or after a change of the model that its forward reads, compiles a program, under the same plan and for the
     same parameters; programs are cached.
     """
-
-    original: nn.Module
-    plan: Plan
-    mesh: DeviceMesh | None
-    replicas: dist.ProcessGroup | None  # those with this rank's shards in all replicas of the model
-    loss_fn: Callable[..., torch.Tensor] | None
-    _setup: Setup
-    _state: State
-    _sync: bool
-    gradient_norm: torch.Tensor | None  # of all gradients, before the latest clipping by ``step``
-    _as_written: AsWritten
-    _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
-    _unsharded: ExitStack | None  # within, parameters are whole
-    _before_training: Callable[[], None] | None  # called before each call that is differentiated
-    _programs: Programs
-    _padding: Padding | None
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh | None, setup: Setup) -> None:
         super().__init__()
@@ -132,10 +86,6 @@ class ShardedModule(nn.Module):
         self._own(_padding=Padding(setup.lengths, model, setup.device) if setup.lengths is not None else None)
         self._own(gradient_norm=None, _shared=False, _before_training=None)
         _MODULES.add(self)
-
-    def _own(self, **attributes: Any) -> None:
-        """Set attributes of this module, where assignment may set the model's."""
-        self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -360,96 +310,6 @@ class ShardedModule(nn.Module):
             )
         return self.loss_fn
 
-    @translated
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale the gradients down to a total norm of at most ``max_norm``; returns the norm before clipping.
-
-        As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
-        """
-        check_clipping(max_norm, norm_type)
-        announce(self._state, lambda: ("clip", max_norm, norm_type, error_if_nonfinite))
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in backward passes inside, without communication.
-
-        The first backward outside, of whatever program, reduces the sum and sets ``parameter.grad``. ``zero_grad()`` of
-        this module, or of an optimizer, clears it.
-        """
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    @checked(requires_gradient_sync=BOOL, recurse=BOOL)
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward passes from now on reduce gradients, as of ``FSDPModule``; see :meth:`no_sync`."""
-        if not recurse:
-            raise ShardGraphError(
-                "gradients of the whole model are reduced by one program: set_requires_gradient_sync(..., recurse=True)"
-            )
-        self._own(_sync=requires_gradient_sync)
-
-    @checked(is_last_backward=BOOL)
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """As of ``FSDPModule``, where it saves waits; backward of a program waits for all that it has started."""
-
-    @checked(hook=CALLABLE)
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients as this hook of ``DistributedDataParallel`` does, such as PowerSGD.
-
-        Those of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype set ``precision.reduce``
-        of the plan, and programs are compiled anew. Any other is called after each backward that reduces gradients,
-        with this rank's in buckets as those of ``DistributedDataParallel``; what it remembers is in ``state``, to be
-        saved with checkpoints. All ranks must call it.
-
-        Raises:
-            ShardGraphError: it is another hook, and the plan is not ``ddp``, or measures gradients.
-        """
-        name = getattr(hook, "__name__", "")
-        if name in _REDUCED_BY and getattr(hook, "__module__", "") == default_hooks.__name__:
-            self._state.hook = None
-            dtype = _REDUCED_BY[name]
-            if dtype and self.plan.precision.reduce != dtype:
-                self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
-                self.forget()
-        else:
-            check_hookable(self.plan, name or repr(hook))
-            self._state.hook = CommunicationHook(state, hook)
-
-    @checked(divide_by_initial_world_size=BOOL, enable=BOOL, throw_on_early_termination=BOOL)
-    def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> AbstractContextManager[None]:
-        """Train inside on unequally many batches: ranks that have no more take part in the others' steps without any.
-
-        As ``DistributedDataParallel.join``, whose arguments it has, also under plans that shard parameters. A rank that
-        leaves the block repeats the calls of this module, of :meth:`clip_grad_norm_` and of optimizers that the others
-        make, with gradients of zero, until all have left it. So parameters and optimizer states are the same, or shards
-        of the same, at any time.
-
-        Args:
-            divide_by_initial_world_size: gradients are means over all ranks; False: over those that have batches.
-            enable: False: ranks have equally many batches, and nothing is done.
-            throw_on_early_termination: raise on all ranks as soon as one has no more batches.
-
-        Raises:
-            ShardGraphError: the plan divides more than data.
-        """
-        return joined(self, divide_by_initial_world_size, throw_on_early_termination) if enable else nullcontext()
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        """What ``torch.distributed.algorithms.Join`` asks of a module: refused, since ranks without data follow
-        steps of optimizers too, which only :meth:`join` knows of."""
-        raise ShardGraphError(
-            "torch.distributed.algorithms.Join does not take a compiled module: train inside of "
-            "`with sharded.join():`, which covers its optimizers too"
-        )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
         if set_to_none is not True and set_to_none is not False:
@@ -457,60 +317,6 @@ class ShardedModule(nn.Module):
         super().zero_grad(set_to_none)
         for gradients in self._state.accumulated:
             gradients.clear()
-
-    @checked(async_op=BOOL)
-    def unshard(self, async_op: bool = False) -> None:
-        """Put whole, plain parameters in the places of shards, until :meth:`reshard`. All ranks must call it.
-
-        Submodules and methods of the model then compute without communication, and what is written to parameters, or
-        into their places, is kept: each rank takes its part. Nothing is differentiated meanwhile.
-
-        Raises:
-            ShardGraphError: the plan has a pipeline, whose stages are on several ranks; or ``async_op`` is True.
-        """
-        if async_op:
-            raise ShardGraphError("unshard() gathers before it returns: unshard(async_op=False), without a handle")
-        if (reason := self._why_not_as_written()) is not None:
-            raise ShardGraphError(reason)
-        if self._unsharded is not None or self.mesh is None:
-            return
-        with ExitStack() as stack:
-            stack.enter_context(whole_parameters(self.original))
-            stack.enter_context(without_gradients(self.original.parameters()))
-            self._own(_unsharded=stack.pop_all())
-
-    def reshard(self) -> None:
-        """Put shards in the places of whole parameters again, after :meth:`unshard`."""
-        if self._unsharded is not None:
-            stack = self._unsharded
-            self._own(_unsharded=None)
-            stack.close()
-
-    @contextmanager
-    def unsharded(self) -> Iterator[None]:
-        """Whole parameters inside: :meth:`unshard`, and :meth:`reshard` at the end."""
-        self.unshard()
-        try:
-            yield
-        finally:
-            self.reshard()
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Code of your own inside runs as methods of the model do: on whole parameters, which are gathered where other
-        tensors meet them, each once. Gradients reach the shards. All ranks must run it.
-
-        Raises:
-            ShardGraphError: the plan has a pipeline, whose stages are on several ranks.
-        """
-        if (reason := self._why_not_as_written()) is not None:
-            raise ShardGraphError(reason)
-        with self._as_written.by_themselves("what is inside of as_written()"):
-            yield
-
-    def _why_not_as_written(self) -> str | None:
-        """Why the model's own code cannot run on this rank, if it cannot."""
-        return None
 
     @property
     def gradient_statistics(self) -> GradientStatistics:
@@ -593,10 +399,6 @@ class ShardedModule(nn.Module):
         self.forget()
         self.settle()
 
-    def forget(self) -> None:
-        """Drop all programs."""
-        self._programs.forget()
-
     def compile_for(self, call: Call) -> None:
         """Compile for a call now, without running; only the shapes, dtypes and numbers of its inputs matter."""
         leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
@@ -639,120 +441,6 @@ class ShardedModule(nn.Module):
         """The latest program: its plan and its graphs, unbound and for all stages of a pipeline."""
         _, executor = self._programs.latest
         return executor.program
-
-    @translated
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own ``state_dict``, with its hooks.
-
-        A parameter that is split in several blocks of a dimension, such as a fused projection, is all-gathered along
-        that axis, since ``torch.distributed.checkpoint`` cannot express it; all ranks must then call this.
-        """
-        state = self._of_stages(self.original.state_dict(*args, **kwargs))
-        return state if kwargs.get("keep_vars") else checkpoint.describable(state)
-
-    def _of_stages(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What of ``state`` this rank has: without a pipeline, all of it."""
-        return state
-
-    @translated
-    @checked(state_dict=STATE, strict=BOOL, assign=BOOL)
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load sharded (DTensor) or full tensors into the shards, in place.
-
-        A model that does more than copy values by name (hooks, extra state, methods of its own) loads them into whole
-        parameters, as it is written; all ranks must then call this.
-
-        Raises:
-            CheckpointError: names or shapes do not match the model; nothing has been loaded.
-        """
-        if assign:
-            raise ShardGraphError("load_state_dict(assign=True) would replace the shards; load in place (the default)")
-        if checkpoint.loads_its_own_way(self.original):
-            with self.unsharded():
-                return checkpoint.load_as_written(self.original, state_dict, strict)
-        here = self._of_stages(dict(checkpoint.tensors_of(self)))
-        return checkpoint.load_full_state_dict(self, state_dict, strict=strict, here=here)
-
-    @translated
-    @checked(save_directory=PATH)
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """The ``save_pretrained`` of a model of ``transformers`` or ``peft``, of the unsharded state, on rank 0.
-
-        All ranks must call it. ``from_pretrained`` of the original loads what it writes.
-
-        Raises:
-            AttributeError: the model has no such method.
-            CheckpointError: on every rank, if rank 0 could not write.
-        """
-        save: Any = self.original.save_pretrained
-        state = options.pop("state_dict", None) or self.full_state_dict()
-        options.pop("is_main_process", None)
-        checkpoint.written_by_first_rank(save_directory, lambda: save(save_directory, state_dict=state, **options))
-
-    def local_state_dict(self) -> dict[str, Any]:
-        """This rank's shards, as plain tensors, for :meth:`load_local_state_dict` on as many ranks."""
-        return local_state.local_state_dict(self._of_stages(nn.Module.state_dict(self)))
-
-    @checked(state_dict=STATE, strict=BOOL)
-    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> checkpoint.LoadedKeys:
-        """Load this rank's shards, of :meth:`local_state_dict`.
-
-        Raises:
-            CheckpointError: they are of another model, or of another number of ranks; nothing has been loaded.
-        """
-        return local_state.load_local_state_dict(self.local_state_dict(), state_dict, strict=strict)
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """What this rank's shards are of. Saved beside them, :func:`shardgraph.consolidate` makes whole tensors."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        here = tuple(self.mesh.get_local_rank(axis) for axis in range(self.mesh.ndim)) if self.mesh is not None else ()
-        return local_state.description(self.original, self.plan, rank, here, self.local_state_dict().keys())
-
-    @translated
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The unsharded state on rank 0, in CPU memory, and ``{}`` on other ranks. All ranks must call it."""
-        return checkpoint.full_state_dict(self, self._whole)
-
-    def _whole(self, name: str, tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-        """The unsharded tensor in CPU memory if ``keep``; all ranks must call it."""
-        return checkpoint.gathered(tensor, keep)
-
-    @translated
-    @checked(path=PATH)
-    def save_safetensors(self, path: str | Path) -> None:
-        """Write a file that the original model loads with ``safetensors.torch.load_model``. All ranks must call it."""
-        checkpoint.save_safetensors(self, path, self._whole)
-
-    @checked(directory=PATH, scheduled=BOOL)
-    def save_program(self, directory: str | Path, *, scheduled: bool = False) -> None:
-        """Write the program of the latest call as source. All ranks must call it, and rank 0 writes.
-
-        As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
-        that the call had: put your own in ``batch.safetensors``. After a :meth:`train_step` the program has its loss;
-        after a call as the model's, the loss is what the function ``criterion`` of the file makes of the outputs.
-
-        Raises:
-            ShardGraphError: nothing has been compiled, or the latest program has what plain PyTorch does not have.
-            CheckpointError: on every rank, if rank 0 could not write.
-        """
-        key, executor = self._programs.latest
-        program = executor.program
-        by_tokens = self._setup.loss_weight == "tokens"
-        emission.check(program, by_tokens)
-        if self._setup.random != "ranks":
-            raise ShardGraphError(
-                f"random={self._setup.random!r} draws the numbers of all ranks' batches, and the source those of a "
-                "rank's: compile with random='ranks' to write it"
-            )
-        whole = self.full_state_dict()
-        if not scheduled:
-            program = lower(program.joint, program.plan, program.shapes, scheduled=False)
-        parts = 1 if program.plan.pipeline is None else program.plan.pipeline.parts
-        leaves = [emission.synthesized(kind, program.joint.rows, parts) for kind in key.inputs]
-        names, folder = input_names(self.original, key.structure), Path(directory)
-        checkpoint.written_by_first_rank(
-            folder, lambda: emission.save(program, self.original, folder, leaves, names, scheduled, whole, by_tokens)
-        )
 
 
 _MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
