@@ -187,7 +187,7 @@ def under_torchrun(command: Sequence[str | Path], folder: Path) -> list[list[flo
             running.terminate()  # which ends the ranks too
     assert running.returncode == 0, errors[-4000:]
     losses: dict[int, list[float]] = {}
-    for rank, loss in re.findall(r"rank (\d+) step \d+ loss (\S+)", printed):
+    for rank, loss in re.findall(r"rank (\d+) step \d+ loss ([-+.e\d]+|nan|inf)", printed):
         losses.setdefault(int(rank), []).append(float(loss))
     return [losses[rank] for rank in sorted(losses)]
 

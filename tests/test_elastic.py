@@ -59,6 +59,7 @@ def test_a_rank_that_failed_is_back_after_the_next_checkpoint(tmp_path):
     assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
 
 
+@pytest.mark.slow
 def test_new_ranks_join_a_job_after_its_next_checkpoint(tmp_path):
     def available() -> int:  # a second rank is there when the first steps are done
         return 1 if not (tmp_path / "losses.jsonl").exists() else 2

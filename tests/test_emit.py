@@ -53,7 +53,7 @@ def test_an_emitted_program_has_the_losses_of_the_compiled_module_to_the_bit(tmp
         assert emitted == compiled
 
 
-@pytest.mark.quick("parameters-on-host", "loss-in-*", "layers-dropped-*")
+@pytest.mark.quick("loss-in-*", "layers-dropped-*")
 @pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name)
 def test_what_a_program_has_beside_the_model_is_in_the_file_too(case: Case, tmp_path: Path) -> None:
     for emitted, compiled in on_ranks(losses_of_both, case.ranks, args=(case, written(case, tmp_path))):

@@ -15,6 +15,7 @@ from tests.example_scripts import ROUNDED, loaded, losses_in, printed_by
 from tests.standing import on_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_the_example_has_the_losses_of_one_rank():
     example, printed = loaded("pipe"), printed_by("pipe")

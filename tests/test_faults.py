@@ -63,7 +63,7 @@ def test_ranks_that_wait_for_a_late_one_at_a_save_do_not_wait_for_each_other() -
     assert outcome.finished == 3, outcome.output
 
 
-@pytest.mark.quick("kill1", "return")
+@pytest.mark.quick("return")
 @pytest.mark.parametrize("case", [KILLED_AT_FIRST, SERVES_THE_STORE, RETURNS_AT_FIRST], ids=lambda case: case.kind)
 def test_a_rank_that_ends_in_the_first_moments_of_compile_is_told(case: Case) -> None:
     outcome = run(case)
@@ -93,7 +93,7 @@ def test_an_error_of_a_rank_is_told_with_its_last_line_and_others_have_their_fin
     assert "rank 1 raised _Injected: injected at save (job.py:" in outcome.output
 
 
-@pytest.mark.quick("case0-*", "case3-*")
+@pytest.mark.quick("case3-*")
 @pytest.mark.parametrize(
     ("case", "told"),
     [
@@ -244,6 +244,7 @@ def test_a_rank_that_catches_the_failure_of_another_and_calls_again_is_told_agai
     assert all("rank 1 raised ValueError: no data" in (tmp_path / name).read_text() for name in "01")
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_while_its_checkpoint_is_written_is_waited_for(tmp_path: Path) -> None:
     assert shardgraph.launch(_compute_beside_a_save, 2, args=(str(tmp_path),), timeout=600) == [True, True]
 

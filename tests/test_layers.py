@@ -31,7 +31,7 @@ def test_recurrent_layers_train_as_the_original(name, plan):
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("lstm with given states-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
 @pytest.mark.parametrize("name", ["lstm with given states", "lstm in two directions", "gru"])
 def test_a_recurrent_layer_has_its_shards_however_it_is_called(name, plan):

@@ -111,6 +111,7 @@ def test_many_programs_for_shapes_alone_are_warned_of_once_with_what_to_do():
     assert "[2, 1, 4], [2, 2, 4]" in told and "Lengths(multiple_of=64, fill={'input': ...})" in told
 
 
+@pytest.mark.slow
 def test_the_warning_of_batches_of_many_sizes_says_to_give_them_one():
     sharded = compiled(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="differ in the shapes of inputs alone.*drop_last=True"):

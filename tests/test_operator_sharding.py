@@ -114,6 +114,7 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan, mes
         assert worst < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("plan", "mesh"), [("fsdp", {"dp": 2}), pytest.param("tp+sp", {"tp": 2}, marks=pytest.mark.slow)]

@@ -111,7 +111,7 @@ def test_a_loss_of_the_outputs_trains_like_the_unsharded_model():
     assert max(errors("tied-transformer", "pp", {"pp": 2}, several, called=True)) < 1e-6
 
 
-@pytest.mark.quick("pp+tp-*-tied-transformer")
+@pytest.mark.quick("pp+tp-*-conv-batch-norm")
 @pytest.mark.parametrize("name", ["tied-transformer", "gpt2", "t5", "conv-batch-norm"])
 @pytest.mark.parametrize(("plan", "mesh"), [("pp+fsdp", {"pp": 2, "dp": 2}), ("pp+tp", {"pp": 2, "tp": 2})])
 def test_a_loss_of_the_outputs_trains_beside_every_other_axis(name, plan, mesh):
@@ -173,6 +173,7 @@ def test_a_rank_that_dies_in_a_step_is_named_by_all_others(victim):
         assert f"rank {victim} has ended" in message and "of the pipeline" in message
 
 
+@pytest.mark.slow
 def test_a_step_may_have_other_shapes_if_it_has_them_on_all_ranks():
     assert max(on_ranks(pipelines.other_shapes, 2, args=(False,))) < 1e-6
     with pytest.raises(shardgraph.LaunchError, match="rank 0 has gone on with what all last agreed on"):

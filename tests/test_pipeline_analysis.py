@@ -100,7 +100,7 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     assert "gradients of weights" in drawn
 
 
-@pytest.mark.quick("1f1b-300", "zbv-5000")
+@pytest.mark.quick("zbv-5000")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("schedule", "vocabulary"),
@@ -121,7 +121,7 @@ def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule, vocabula
 # -- pipelines of which a few layers are analysed --------------------------------------------------------------
 
 
-@pytest.mark.quick("1f1b", "interleaved")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "mesh", "pipeline"),
     [

@@ -213,6 +213,7 @@ def test_a_budget_that_nothing_fits_is_an_error_that_says_the_smallest_that_can(
     assert deep.peak(deep.fastest_within(least)) == least
 
 
+@pytest.mark.slow
 def test_what_is_passed_over_without_being_simulated_could_not_fit(deep):
     assert all(deep._least_peak(choice) <= deep.peak(choice) for choice in deep.choices)
 

@@ -20,6 +20,7 @@ def planned(devices: int, samples: int) -> Plan:
     return shardgraph.plan(replanned.net(), inputs, cluster=toy_cluster(1, 4), devices=devices, global_batch=samples)
 
 
+@pytest.mark.slow
 def test_the_losses_of_a_job_that_goes_on_on_half_the_ranks_are_those_of_one_that_never_stopped(tmp_path):
     before = planned(4, replanned.SAMPLES)
     before.save(tmp_path / "plan.yaml")

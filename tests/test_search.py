@@ -60,7 +60,7 @@ CALLS = {
 }
 
 
-@pytest.mark.quick("deep-8", "conv-4")
+@pytest.mark.quick("conv-4")
 @pytest.mark.parametrize("devices", [2, 4, 8, 64])
 @pytest.mark.parametrize("name", CALLS)
 def test_no_preset_that_fits_is_faster(name, devices):
@@ -88,6 +88,7 @@ def test_layers_that_are_updated_together_are_written_down_from_a_few():
     assert folded.peak_memory == whole.peak_memory and folded.time.total == pytest.approx(whole.time.total)
 
 
+@pytest.mark.quick("deep")
 @pytest.mark.parametrize("name", ["deep", "gpt2"])
 def test_the_cost_of_a_layer_is_what_one_more_layer_costs(name):
     """It is read off one program where nothing runs beside the computation, from the end of a layer to the next."""
@@ -233,6 +234,7 @@ def test_plans_of_every_kind_of_layout_verify(name):
     assert shardgraph.verify(model, args, priced.plan, example_kwargs=kwargs).ok
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_other_number_of_recomputed_layers_is_faster():
     """In a memory between that of all layers recomputed and that of none."""

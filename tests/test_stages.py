@@ -162,6 +162,7 @@ def test_parameters_of_a_tied_layer_are_in_both_stages_and_their_gradient_in_par
         assert "transformer.wte.weight" in given
 
 
+@pytest.mark.slow
 def test_annotations_name_the_stages():
     model = gpt2(4)
     shardgraph.annotate(model, {"transformer.h.1": stage(1), "transformer.h.3": stage(2), "transformer.wte": stage(0)})
