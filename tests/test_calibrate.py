@@ -133,6 +133,7 @@ def test_the_table_has_a_line_for_all_that_was_fitted(measured: Measurements, cl
     assert [line.split()[0] for line in lines[1:-1]] == [
         *cluster.device.rates, "host/optimizer", "host/copy", *COLLECTIVES
     ]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:-1] if "/s" not in line] == [VIEW]  # which moves nothing
 
 
 @pytest.mark.slow

@@ -123,9 +123,8 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         errors = [abs(fitted - measured) / measured for measured, fitted in pairs]
         error, large = statistics.median(errors), statistics.median(errors[len(errors) // 2 :])
         overhead = format_seconds(rate.overhead) if rate.overhead else "0 s"
-        rows.append(
-            (kind, f"{rate.per_second / 1e9:.3g} G{unit}", overhead, f"{error:.0%}", f"{large:.0%}", str(len(errors)))
-        )
+        per_second = f"{rate.per_second / 1e9:.3g} G{unit}" if unit else ""
+        rows.append((kind, per_second, overhead, f"{error:.0%}", f"{large:.0%}", str(len(errors))))
 
     fitted = dict(cluster.device.rates)
     samples_of = _by_kind(measured.samples)
@@ -134,7 +133,7 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         samples_of |= {f"host/{kind}": samples for kind, samples in _by_kind(measured.host).items()}
     for kind, samples in samples_of.items():
         rate = fitted[kind]
-        unit = "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"
+        unit = "" if kind == VIEW else "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"  # a view moves nothing
         add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
     link, efficiency = cluster.intra, cluster.efficiency
     for operation, transfers in _by_operation(behind_computation(measured.transfers)[0]).items():
