@@ -145,12 +145,12 @@ class Watched:
                 raise NotByElementError(self.reason)
             one = _Trial(optimizer, list(kinds), _VALUES[0])
             executed: set[Any] = {tuple((kind.form, many) for kind, many in kinds.items())}
-            one.take(self._step, executed, calls=not self._known)
+            one.take(self._step, executed, builtins=not self._known)
             if not executed <= self._known:
                 one.check_bits()
                 repeated = [kind for kind, count in kinds.items() for _ in range(count)]
                 many = _Trial(optimizer, repeated, _VALUES[1])
-                many.take(self._step, executed, calls=True)
+                many.take(self._step, executed, builtins=True)
                 many.check_bits()
                 _check_equal(one, many)
                 self._known |= executed
@@ -191,11 +191,10 @@ class _Trial:
             return self._made("state", kind, value)
         return torch.tensor(value.value, dtype=value.dtype, device=value.device) if isinstance(value, Scalar) else value
 
-    def take(self, step: Step, executed: set[Any], *, calls: bool) -> None:
+    def take(self, step: Step, executed: set[Any], *, builtins: bool) -> None:
         """Take the step; ``executed`` gets the instructions of Python that are not torch's.
 
-        With ``calls``, functions of C that it calls are seen too, which takes as long as the rest: where instructions
-        are new, that is.
+        With ``builtins``, functions of C that it calls are seen too: where instructions are new.
 
         Raises:
             NotByElementError: it does what it should not, or leaves it behind.
@@ -204,7 +203,7 @@ class _Trial:
         held += [value for state in self._copy.state.values() for value in state.values() if torch.is_tensor(value)]
         calls = _Calls(held)
         self._operations = _Operations(calls)
-        with calls, self._operations, _noting(executed, type(self._copy), calls), _not_drawing():
+        with calls, self._operations, _noting(executed, type(self._copy), builtins), _not_drawing():
             step(self._copy)
         self._check_left()
 
@@ -356,7 +355,7 @@ def _not_drawing() -> Iterator[None]:
 
 
 @contextmanager
-def _noting(executed: set[Any], kind: type, calls: bool) -> Iterator[None]:
+def _noting(executed: set[Any], kind: type, builtins: bool) -> Iterator[None]:
     """Within, note each instruction of Python that is neither torch's nor this module's; and check that what the code
     of ``kind`` and of its bases calls has no effects that would be seen twice."""
     own = {_package(base.__module__) for base in kind.__mro__} - {"torch", "builtins"}
@@ -388,7 +387,7 @@ def _noting(executed: set[Any], kind: type, calls: bool) -> Iterator[None]:
             )
 
     before = sys.gettrace(), sys.getprofile()
-    if calls:
+    if builtins:
         sys.setprofile(builtin)
     sys.settrace(call)
     try:
