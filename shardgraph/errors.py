@@ -133,6 +133,11 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 160
 
 
+def one_line(text: object, most: int) -> str:
+    """A text of somebody else's, such as an error's, for a sentence: on one line of at most so many characters."""
+    return " ".join(str(text).split())[:most]
+
+
 def shown(value: object) -> str:
     """``value`` in one line of an error: as Python writes it if that is short, otherwise what it is."""
     kind = type(value)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import difference, whole
-from tests.whole_steps import Original, batch, pair, target
+from tests.whole_steps import Original, batch, pair, step_apart, target
 
 
 class Own(optim.Optimizer):
@@ -293,9 +293,7 @@ def _difference(plan: str, make: Callable[[Any], optim.Optimizer]) -> float:
     schedules = [optim.lr_scheduler.ExponentialLR(each, 0.8) for each in (mine, reference.optimizer)]
     for number in range(4):
         if number % 2:
-            sharded.train_step(batch(number), target=target(number))
-            mine.step()
-            mine.zero_grad()
+            step_apart(sharded, mine, number)
         else:
             sharded.step(batch(number), target=target(number), optimizer=mine)
         reference.step(number)

@@ -71,6 +71,13 @@ class Original:
         return loss.detach()
 
 
+def step_apart(sharded: Any, optimizer: optim.Optimizer, number: int) -> None:
+    """Backward, and the optimizer's own step."""
+    sharded.train_step(batch(number), target=target(number))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def no_gradients(module: nn.Module) -> bool:
     """Whether no parameter has one."""
     return all(parameter.grad is None for parameter in module.parameters())
@@ -115,9 +122,7 @@ def mixed() -> dict[str, float]:
             mine = optim.AdamW(sharded.parameters(), lr=0.5)
             mine.load_state_dict(kept)
         if number in (1, 4, 6):
-            sharded.train_step(batch(number), target=target(number))
-            mine.step()
-            mine.zero_grad()
+            step_apart(sharded, mine, number)
         else:
             sharded.step(batch(number), target=target(number), optimizer=mine)
         reference.step(number)
@@ -357,9 +362,7 @@ def with_a_parameter_in_host_memory() -> tuple[float, bool]:
         if number % 2:
             sharded.step(batch(number), target=target(number), optimizer=optimizer)
         else:
-            sharded.train_step(batch(number), target=target(number))
-            optimizer.step()
-            optimizer.zero_grad()
+            step_apart(sharded, optimizer, number)
         reference.step(number)
     parameter = dict(sharded.named_parameters())["3.weight"]
     return difference(sharded, original, gradients=False), is_on_host(local_tensor(parameter))

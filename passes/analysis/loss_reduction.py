@@ -149,6 +149,7 @@ _FILLED = {  # by the position of the number that all elements are
 }
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 _ONES = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
+_ALIKE = {*_FILLED, *_ZEROS, *_ONES}
 _AT_LEAST = {aten.clamp.default, aten.clamp_min.default, aten.maximum.default}
 
 _CONSTANT = Term("mean")
@@ -319,7 +320,7 @@ class _Reader:
 
 def _is_filled(node: fx.Node) -> bool:
     """Whether all elements are one number, whatever the tensor holds that a node is like."""
-    return node.target in _FILLED or node.target in _ZEROS | _ONES
+    return node.target in _ALIKE
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:

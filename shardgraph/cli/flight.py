@@ -10,7 +10,7 @@ import typer
 
 from shardgraph.cli.options import Json
 from shardgraph.cli.output import result
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import ShardGraphError, one_line
 
 
 def flight(
@@ -29,7 +29,7 @@ def flight(
         ranks = {int(rank): records for rank, records in record["ranks"].items()}
         found, rows = findings(ranks), table(ranks, last)
     except Exception as error:  # of any kind: the file may have anything in it
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        told = one_line(f"{type(error).__name__}: {error}", 200)
         raise ShardGraphError(f"{file} is no flight record, as shardgraph.flight_record writes: {told}") from error
     widths = [max(map(len, column)) for column in zip(("rank", "", "", "", ""), *rows, strict=True)]
     header = ("rank", "start", "place", "collective", "took")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardgraph.errors import CheckpointError
+from shardgraph.errors import CheckpointError, one_line
 from shardgraph.offline.stored import Stored, StoredState
 from shardgraph.torch_api import read_metadata
 
@@ -64,7 +64,7 @@ def _read(reader: _Reader, name: str, shape: torch.Size, dtype: torch.dtype) -> 
             dcp.load(state, storage_reader=reader, no_dist=True)
     except (Exception, dcp.CheckpointException) as error:  # the latter, of any rank, is no Exception
         causes = [each for each, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else []
-        told = " ".join(str((causes or [error])[0]).split())[:300]
+        told = one_line((causes or [error])[0], 300)
         raise CheckpointError(f"{name!r} cannot be read from {str(reader.path)!r}: {told}") from error
     return state[name]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardgraph.errors import CheckpointError, ShardGraphError
+from shardgraph.errors import CheckpointError, ShardGraphError, one_line
 from shardgraph.module.checkpoint import compared, differences, tensors_of
 from shardgraph.module.local_state import tied
 
@@ -56,7 +56,7 @@ def reading(files: str) -> Iterator[None]:
     except (ShardGraphError, OSError):
         raise
     except Exception as error:  # of any kind: a description that is damaged may say anything
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        told = one_line(f"{type(error).__name__}: {error}", 300)
         raise CheckpointError(f"{files} cannot be read, and nothing was written: {told}") from error
 
 

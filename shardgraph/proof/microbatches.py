@@ -32,12 +32,9 @@ _BY_MICROBATCH = {
     aten._native_batch_norm_legit_functional.default,
     aten._batch_norm_with_update_functional.default,
     aten.native_batch_norm.default,
+    aten.fill.Tensor,  # with a number that is the same for all microbatches here
 }
-"""What is documented to be computed for each microbatch as for a batch."""
-
-
-_FILLS = {aten.fill.Tensor}
-"""What has a number, the same for all microbatches here, in the place of each element."""
+"""What is documented to be computed for each microbatch as for a batch, or is the same either way."""
 
 _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 
@@ -184,7 +181,7 @@ class _RowTyping(Typing):
         return value.with_dims([(first,), *value.dims[1:lead], rest, *value.dims[lead + 1 :]])
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.target in _BY_MICROBATCH | _FILLS or draws(node) or _writes_within_rows(node, args):
+        if node.target in _BY_MICROBATCH or draws(node) or _writes_within_rows(node, args):
             return self._apart(node, args)
         try:
             return super()._called(node, args, kwargs)

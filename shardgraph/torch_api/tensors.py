@@ -14,6 +14,8 @@ from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph.errors import MIXED
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard that this rank holds of a DTensor, outside of autograd; any other tensor as it is."""
@@ -95,7 +97,7 @@ def explain_refusals(explained: Callable[[RuntimeError], Exception]) -> None:
             try:
                 return step(*args, **kwargs)
             except RuntimeError as error:
-                if not re.search("mixed torch.Tensor and DTensor|sharding strategy|Sharding propagation", str(error)):
+                if not re.search(f"{MIXED}|sharding strategy|Sharding propagation", str(error)):
                     raise
                 raise explained(error) from error
 

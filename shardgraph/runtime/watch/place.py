@@ -159,17 +159,12 @@ def here() -> Place:
 
 def _beside(thread: int, main: FrameType | None) -> str:
     """What a thread is to a main thread at the frame ``main``: as :attr:`Place.beside` has it."""
-    if not any(each.ident == thread and is_save(each) for each in threading.enumerate()):
+    if not any(each.ident == thread and each.name.startswith("shardgraph save") for each in threading.enumerate()):
         return "user"
     waits = main is not None and main.f_code.co_filename == threading.__file__
     while main is not None and main.f_code.co_filename == threading.__file__:
         main = main.f_back
     return "" if waits and main is not None and main.f_code.co_filename.startswith(_OURS) else "save"
-
-
-def is_save(thread: threading.Thread) -> bool:
-    """Whether a thread writes a checkpoint."""
-    return thread.name.startswith("shardgraph save")
 
 
 def described(error: BaseException) -> str:

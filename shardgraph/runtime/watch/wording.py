@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardgraph.errors import one_line
+
 _SHOWN = 12  # ranks of many
 
 
@@ -16,6 +18,6 @@ def named(ranks: Sequence[int]) -> str:
 def unreachable(rank: int, at: str, how: str) -> str:
     """That ``rank``, which is ``at`` something, cannot reach the store of the process group, and ``how`` it shows."""
     return (
-        f"rank {rank} cannot reach the store of the process group, at {at}: {' '.join(how.split())[:200]}. The process "
+        f"rank {rank} cannot reach the store of the process group, at {at}: {one_line(how, 200)}. The process "
         "that serves it has ended, usually rank 0 or the launcher, or its machine is not reached: look at its output"
     )
