@@ -19,7 +19,8 @@ def records(length: int) -> list[dict[str, Any]]:
     """The last of them, the oldest first, as :func:`shardgraph.runtime.watch.flight.records` has them.
 
     ``call`` is 0, ``place`` the number among the collectives of the ``group``, and ``value`` what comes out.
-    ``finished`` is None where torch does not note when; then ``done`` says whether.
+    ``finished`` is None where torch does not note when; then ``done`` says whether, a moment after those who wait for
+    the collective go on.
     """
     found = [each for each in torch_api.communicated() if not _is_of_graph(each)]
     return [_record(each) for each in found[-length:]]
