@@ -99,10 +99,11 @@ class Host:
     optimizer: Rate
 
 
+_NBYTES = number("a positive number of bytes", lambda value: 1 <= value < math.inf)
 _FIELDS = {
     "name": TEXT,
-    "memory": NUMBER,
-    "allocation": NUMBER,
+    "memory": _NBYTES,
+    "allocation": _NBYTES,
     "peak": mapping_of("FLOP/s by dtype", POSITIVE),
     "rates": mapping_of("rates by kind", instance("a Rate", Rate)),
     "sustained": mapping_of("parts by kind", NUMBER),
@@ -135,9 +136,6 @@ class Device:
 
     def __post_init__(self) -> None:
         check_fields(self, "a device's ", **_FIELDS)
-        for name in ("memory", "allocation"):
-            if not (nbytes := getattr(self, name)) > 0:
-                raise ClusterError(f"device {self.name!r} has {name} {nbytes}: a positive number of bytes is needed")
         if "pointwise" not in self.rates:
             raise ClusterError(f"device {self.name!r} has no rate 'pointwise', the price of what has no other")
         for kind, part in self.sustained.items():

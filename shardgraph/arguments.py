@@ -23,11 +23,13 @@ import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -153,11 +155,11 @@ def whole(least: int, what: str = "a whole number") -> Kind:
     return Kind(f"{what} from {least}", lambda value: is_whole(value, least))
 
 
-def sequence_of(allowed: str, each: Kind) -> Kind:
-    """A list or tuple of what ``each`` is; it becomes a tuple. A text is no sequence of its letters."""
+def sequence_of(allowed: str, each: Kind, least: int = 0) -> Kind:
+    """A list or tuple of at least so many of what ``each`` is; it becomes a tuple. A text is no sequence of letters."""
 
     def fits(value: Any) -> bool:
-        return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(each.fits, value))
+        return LIST.fits(value) and len(value) >= least and all(map(each.fits, value))
 
     return Kind(allowed, fits, convert=tuple, error=FieldError)
 
@@ -219,6 +221,21 @@ def _inputs_hint(value: Any) -> str:
     return "; inputs by name are example_kwargs" if isinstance(value, Mapping) else ""
 
 
+def _names_device(value: Any) -> bool:
+    try:
+        return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
+    except RuntimeError:
+        return False
+
+
+def _may_be_optimized(value: Any) -> bool:
+    """Whether an optimizer may take these: an iterator is taken for what it gives, which torch looks at."""
+    if not isinstance(value, Sequence):
+        others = (Mapping, torch.Tensor, nn.Module, np.ndarray, AbstractSet)
+        return isinstance(value, Iterable) and not isinstance(value, others)
+    return len(value) > 0 and all(isinstance(each, (torch.Tensor, Mapping, tuple)) for each in value)
+
+
 def _are_axes(pairs: Iterable[Any]) -> bool:
     pairs = list(pairs)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -250,7 +267,11 @@ MODEL = Kind(
     lambda value: _class_given(value) or _made_by_call(value),
 )
 OPTIMIZER = instance("a torch.optim.Optimizer", torch.optim.Optimizer)
+MAKES_OPTIMIZER = Kind("what makes an optimizer of parameters, such as torch.optim.Adam", callable)
 TENSOR = instance("a tensor", torch.Tensor)
+DTYPE = instance("a torch.dtype", torch.dtype)
+DEVICE = Kind("a device, such as 'cpu' or 'cuda:0'", _names_device)
+GROUP = instance("a process group", dist.ProcessGroup)
 INPUTS = Kind(
     "the positional inputs of one call, as a tuple: (x,); one tensor is that too",
     lambda value: isinstance(value, (tuple, list, torch.Tensor)) and not _array_in(value),
@@ -270,7 +291,7 @@ MESH = Kind(
 AXES = Kind("pairs of them", lambda value: isinstance(value, (tuple, list)) and _are_axes(value), error=FieldError)
 PARAMETERS = Kind(
     "parameters or parameter groups, such as module.parameters()",
-    lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor, nn.Module)),
+    _may_be_optimized,
     lambda value: "; give its parameters()" if isinstance(value, nn.Module) else "",
 )
 STATE = mapping_of("a state dict: what a module has by name", ANYTHING)

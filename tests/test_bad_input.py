@@ -1,7 +1,6 @@
 """What a public function cannot use is refused at its door: by name, with what is allowed, before anything is done.
 
-*Clear* is an error of shardgraph that is told in ten lines at most and names the argument or field (or Python's own
-error for an argument that is missing or unknown). *Nonsense* is a value that ``_may`` does not allow for the name.
+A table of examples, and damaged files of plans, clusters and checkpoints; ``test_arguments.py`` has every argument.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import numbers
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ import shardgraph as S
 from shardgraph import fairscale
 from shardgraph.errors import ArgumentError, ShardGraphError
 from shardgraph.saves.manifest import checksum_text
+from tests.refused import clear
 
 X = torch.zeros(2, 4)
 FSDP = S.preset("fsdp", {"dp": 2})
@@ -38,16 +36,6 @@ def linear() -> nn.Module:
 @pytest.fixture(scope="module")
 def compiled() -> S.ShardedModule:
     return S.compile(linear(), "single", example_inputs=X)
-
-
-def clear(call: Callable[[], Any], *names: str) -> str:
-    """The message of the clear error that a call ends with."""
-    with pytest.raises(ShardGraphError) as caught:
-        call()
-    message = str(caught.value)
-    assert len(message.splitlines()) <= 10, message
-    assert not names or any(name in message for name in names), message
-    return message
 
 
 # -- a table of bad calls, by the argument that is bad
@@ -224,187 +212,9 @@ def test_signatures_are_as_written():
     assert inspect.signature(S.preset).return_annotation == "Plan" and "Presets are" in (S.compile.__doc__ or "")
 
 
-# -- a fuzz of every function, one argument at a time
-
-_JUNK = [
-    None, True, False, 0, 1, -1, 2, 10**400, -0.5, 0.5, 1.0, math.nan, math.inf, -math.inf, 1e300, 3j, "", "a", "3",
-    "\0", b"x", (), (1,), ("a", 1), [], [None], [1, "a"], {}, {"a": 1}, {1: 2}, {"a": None}, set(), X, np.zeros(2),
-    np.float32(1), torch.float32, torch.device("cpu"), nn.Linear, linear(), print, lambda: 1, object(), object, int,
-    Ellipsis, range(3), iter([1]), torch.optim.SGD(linear().parameters(), lr=0.1), FSDP, S.Pipeline(), S.Precision(),
-]  # fmt: skip
-JUNK = st.one_of(
-    st.sampled_from(_JUNK),
-    st.integers(),
-    st.floats(),
-    st.binary(max_size=4),
-    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
-    st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=2)), max_size=3),
-)
-
-
-def _real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_)) and math.isfinite(_float(value))
-
-
-def _float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _whole(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _pathlike(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
-
-
-def _inputs(value: Any) -> bool:
-    return isinstance(value, (tuple, list, torch.Tensor))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _infinite(value: Any) -> bool:
-    return isinstance(value, float) and value == math.inf
-
-
-def _sequence(value: Any) -> bool:
-    return isinstance(value, (tuple, list, range))
-
-
-_MAY: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(["model"], lambda value: isinstance(value, nn.Module)),
-    **dict.fromkeys(["example_inputs"], _inputs),
-    **dict.fromkeys(
-        ["example_kwargs", "mesh", "annotations", "state_dict", "factors"], lambda v: isinstance(v, Mapping)
-    ),
-    **dict.fromkeys(["plan", "cluster", "on", "first", "second"], lambda v: _pathlike(v) or isinstance(v, S.Plan)),
-    **dict.fromkeys(["path", "folder", "directory"], _pathlike),
-    **dict.fromkeys(["precision", "offload"], lambda v: isinstance(v, (str, S.Precision))),
-    **dict.fromkeys(
-        ["backend", "recompute", "loss_weight", "place", "entry", "name", "source"], lambda v: type(v) is str
-    ),
-    **dict.fromkeys(["seconds", "timeout", "tune", "network", "init_scale"], lambda v: _real(v) and v > 0),
-    **dict.fromkeys(["memory", "loss_chunk"], lambda v: isinstance(v, str) or (_real(v) and v >= 1)),
-    **dict.fromkeys(
-        ["devices", "global_batch", "world_size", "steps", "sequence", "nproc", "nodes", "frequency"], _whole
-    ),
-    **dict.fromkeys(
-        ["devices_per_node", "growth_interval", "average_frequency", "multiple_of", "microbatches"], _whole
-    ),
-    **dict.fromkeys(["ranks", "samples", "calls", "blocks"], _whole),
-    **dict.fromkeys(
-        ["training", "fold", "fp64", "progress", "initialize", "gradient_statistics"], lambda v: type(v) is bool
-    ),
-    **dict.fromkeys(["scheduled", "background", "enabled", "powers_of_two", "inputs"], lambda v: type(v) is bool),
-    **dict.fromkeys(["activations", "optimizer_state", "strict", "assign", "warmup"], lambda v: type(v) is bool),
-    **dict.fromkeys(["loss_fn", "fn"], callable),
-    "pipeline": lambda v: isinstance(v, S.Pipeline),
-    "lengths": lambda v: isinstance(v, S.Lengths),
-    "tolerance": lambda v: _real(v) and v >= 0,
-    "seed": lambda v: _whole(v, -(2**63)),
-    "step": lambda v: _whole(v, 0),
-    "keep": lambda v: v is None or _whole(v),
-    "growth_factor": lambda v: _real(v) and v > 1,
-    "backoff_factor": lambda v: _real(v) and 0 < v < 1,
-    "index": lambda v: _whole(v, 0),
-    "dim": lambda v: _whole(v, -(10**9)),
-    "stages": _sequence,
-    "balance": _sequence,
-    "among": _sequence,
-    "per_second": lambda v: _real(v) and v > 0,
-    "overhead": lambda v: _real(v) and v >= 0,
-    "moved_per_second": lambda v: (_real(v) and v > 0) or _infinite(v),
-    "bandwidth": lambda v: (_real(v) and v > 0) or _infinite(v),
-    "latency": lambda v: (_real(v) and v >= 0) or _infinite(v),
-}
-"""For the names of arguments, whether a value may be one; None may be, where it is the default."""
-
-_MODEL_CALL = {"model": linear(), "example_inputs": (X,), "cluster": "H100"}
-FUNCTIONS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (S.compile, {"model": linear(), "plan": "single"}),
-    (S.analyze, {**_MODEL_CALL, "mesh": {"dp": 2}}),
-    (S.verify, {"model": linear(), "example_inputs": (X,)}),
-    (S.prove, {**_MODEL_CALL, "mesh": {"dp": 2}}),
-    (S.plan, _MODEL_CALL),
-    (S.what_if, {"plan": FSDP, **_MODEL_CALL, "network": 0.5}),
-    (S.compare, {"first": FSDP, "second": FSDP, **_MODEL_CALL}),
-    (S.emit, {"model": linear(), "directory": "/nowhere/at all", "example_inputs": (X,)}),
-    (S.lint, {"model": linear(), "example_inputs": (X,), "mesh": {"dp": 2}}),
-    (S.annotate, {"model": linear(), "annotations": {}}),
-    (S.visualize, {"what": FSDP, "path": "/nowhere/x.svg"}),
-    (S.preset, {"name": "fsdp", "mesh": {"dp": 2}}),
-    (S.launch, {"fn": print}),
-    (S.save_checkpoint, {"path": "/nowhere/at all", "step": 1, "model": linear()}),
-    (S.load_checkpoint, {"path": "/nowhere/at all", "model": linear()}),
-    (S.consolidate, {"shards": "/nowhere", "path": "/nowhere/x"}),
-    (S.split, {"path": "/nowhere", "folder": "/nowhere/x", "model": linear()}),
-    (S.GradScaler, {}),
-    (S.Pipeline, {}),
-    (S.Offload, {}),
-    (S.Precision, {}),
-    (S.Batch, {"samples": 4}),
-    (S.Lengths, {"fill": {"x": 0}, "multiple_of": 8}),
-    (S.Cluster.of, {"name": "H100"}),
-    (S.Cluster.load, {"path": "/nowhere"}),
-    (S.Plan.load, {"path": "/nowhere"}),
-    (S.Rate, {"per_second": 1.0}),
-    (S.Link, {"bandwidth": 1.0, "latency": 0.0}),
-    (S.shard, {"dim": 0, "mesh_dim": "tp"}),
-    (S.stage, {"index": 1}),
-]
-
-
-def _arguments() -> list[tuple[Callable[..., Any], dict[str, Any], str, Any]]:
-    found = []
-    for function, base in FUNCTIONS:
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name in _MAY and not (function is S.Offload and name == "parameters"):
-                found.append((function, base, name, parameter.default))
-    return found
-
-
-def _fuzzed(argument: tuple[Any, dict[str, Any], str, Any], value: Any) -> None:
-    function, base, name, default = argument
-    if value is default or (value is None and default is None) or _MAY[name](value):
-        return  # it may be
-    if function is S.preset and name == "mesh" and _sequence(value):
-        return  # pairs
-    clear(lambda: function(**{**base, name: value}), name)
-
+# -- files
 
 FUZZ = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-
-
-@settings(FUZZ, max_examples=400)
-@given(st.sampled_from(_arguments()), JUNK)
-def test_no_argument_of_a_wrong_type_or_out_of_range_is_accepted(argument, value):
-    _fuzzed(argument, value)
-
-
-@pytest.mark.parametrize("argument", _arguments(), ids=lambda each: f"{each[0].__qualname__}-{each[2]}")
-def test_each_argument_refuses_each_value_that_it_may_not_be(argument):
-    for value in _JUNK:
-        _fuzzed(argument, value)
-
-
-@pytest.mark.slow
-@settings(FUZZ, max_examples=5000)
-@given(st.sampled_from(_arguments()), JUNK)
-def test_no_argument_is_accepted_in_5000(argument, value):
-    _fuzzed(argument, value)
-
-
-# -- files
 
 
 def _paths(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

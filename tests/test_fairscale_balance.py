@@ -56,8 +56,7 @@ def test_the_most_expensive_stage_costs_least(costs, partitions, expected):
     assert _balance(costs, partitions) == expected
 
 
-@pytest.mark.parametrize("partitions", [0, 3])
-def test_more_stages_than_layers_are_refused(partitions):
+def test_more_stages_than_layers_are_refused():
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ShardGraphError, match=f"a balance of {partitions} stages was asked for of 2 children"):
-        balance_by_size(partitions, layers, torch.ones(2, 4))
+    with pytest.raises(ShardGraphError, match="a balance of 3 stages was asked for of 2 children"):
+        balance_by_size(3, layers, torch.ones(2, 4))

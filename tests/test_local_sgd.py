@@ -70,7 +70,7 @@ def test_stochastic_gradient_push_over_four_ranks_goes_round_by_powers_of_two(st
 def test_what_has_no_replicas_says_what_would_work():
     for said in on_ranks(local_sgd.refused, 2):
         assert "compile it with plan='local-sgd'" in said["reduced"] and "plan 'ddp'" in said["reduced"]
-        assert "it may be localsgd or sgp" in said["base"]
+        assert "it may be 'localsgd' or 'sgp'" in said["base"]
         assert "give mesh={'replicas': R, 'dp': N}" in said["no inner axis"]
 
 

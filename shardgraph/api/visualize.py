@@ -19,7 +19,7 @@ from shardgraph.api.report_page import report_page
 from shardgraph.arguments import PATH, checked, instance
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import CaptureError, PlanError, ShardGraphError
+from shardgraph.errors import CaptureError, PlanError, ShardGraphError, shown
 from shardgraph.findings.finding import Findings
 from shardgraph.findings.model_rules import of_model
 from shardgraph.findings.program_rules import of_program
@@ -163,8 +163,8 @@ def _call_of(what: _Drawn, model: nn.Module | None, args: tuple[Any, ...], kwarg
         return what.call if model is None else Call(model, args, kwargs, training=what.call.training)
     if not isinstance(what, Plan):
         raise ShardGraphError(
-            f"visualize draws a Plan, a compiled module or an Analysis, and this is a {type(what).__name__}: a plan is "
-            "made by shardgraph.preset('fsdp', {'dp': 8}) or Plan.load"
+            f"visualize(): what is {shown(what)}; it may be a Plan, a compiled module, an Analysis or a Front: a plan "
+            "is made by shardgraph.preset('fsdp', {'dp': 8}) or Plan.load"
         )
     if model is None:
         raise PlanError(

@@ -20,7 +20,10 @@ from shardgraph.cost_models.cluster import Cluster
 __all__ = ["MeasuredStep", "Measurements", "calibrate", "fit", "fit_table", "learn", "measure", "this_machine"]
 
 
-@checked(nproc=WHOLE, dtypes=sequence_of("names of dtypes", TEXT), seconds=SECONDS, progress=BOOL)
+_DTYPES = sequence_of("names of floating-point dtypes, at least one, such as ('float32',)", TEXT, least=1)
+
+
+@checked(nproc=WHOLE, dtypes=_DTYPES, seconds=SECONDS, progress=BOOL)
 def calibrate(
     nproc: int | None = None, dtypes: Sequence[str] = ("float32",), seconds: float = 40.0, progress: bool | None = None
 ) -> Cluster:

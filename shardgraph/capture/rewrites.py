@@ -29,7 +29,7 @@ _one_at_a_time = threading.RLock()
 
 _CLASS = Kind(
     "a class of modules, or the name of one, such as 'package.module.Class'",
-    lambda value: isinstance(value, str) or (isinstance(value, type) and issubclass(value, nn.Module)),
+    lambda value: "." in value if isinstance(value, str) else isinstance(value, type) and issubclass(value, nn.Module),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardgraph.arguments import OPTIMIZER, WHOLE, checked
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.sharded import module_of
 from shardgraph.optim import adascale
@@ -24,6 +25,7 @@ class AdaScale(adascale.AdaScale):
         options: of :class:`shardgraph.AdaScale`, whose names are FairScale's.
     """
 
+    @checked(optimizer=OPTIMIZER, world_size=WHOLE)
     def __init__(self, optimizer: torch.optim.Optimizer, world_size: int | None = None, **options: Any) -> None:
         module = module_of(optimizer.param_groups[0]["params"][0])
         ranks = module.plan.data_size if dist.is_initialized() else 1

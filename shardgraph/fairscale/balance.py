@@ -11,12 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
+from shardgraph.arguments import DEVICE, NOT_NEGATIVE, SECONDS, WHOLE, Kind, checked, instance
 from shardgraph.cost_models.partitions import even_runs
 from shardgraph.errors import ShardGraphError
 from shardgraph.runtime.device import accelerator
 from shardgraph.torch_api import pytree
 
+_LAYERS = instance("an nn.Sequential", nn.Sequential)
+_CALL = Kind(
+    "an input with a tensor, or a tuple of inputs",
+    lambda value: any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)),
+)
 
+
+@checked(partitions=WHOLE, module=_LAYERS, sample=_CALL, timeout=SECONDS, device=DEVICE)
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
@@ -49,6 +57,7 @@ def balance_by_time(
     return _balance([seconds(*each) for each in _steps(partitions, module, sample, device)], partitions)
 
 
+@checked(partitions=WHOLE, module=_LAYERS, input=_CALL, chunks=WHOLE, param_scale=NOT_NEGATIVE, device=DEVICE)
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
@@ -92,11 +101,9 @@ def _steps(
     partitions: int, module: nn.Sequential, sample: Any, device: torch.device | str | None
 ) -> Iterator[tuple[Callable[[], Any], nn.Module]]:
     """Forward and backward of each child on the results of the one before, and the child."""
-    if not isinstance(module, nn.Sequential) or not 1 <= partitions <= len(module):
-        what = f"{len(module)} children" if isinstance(module, nn.Sequential) else "no Sequential"
+    if partitions > len(module):
         raise ShardGraphError(
-            f"a balance of {partitions} stages was asked for of {what}: each stage has at least one child of an "
-            "nn.Sequential"
+            f"a balance of {partitions} stages was asked for of {len(module)} children: each stage has at least one"
         )
     where = torch.device(device) if device is not None else accelerator() or torch.device("cpu")
     inputs = sample if isinstance(sample, tuple) else (sample,)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from shardgraph.api.annotate import annotate
+from shardgraph.arguments import BOOL, MODEL, checked
 from shardgraph.plans.annotations.kinds import Annotation, offload, recompute
 
 
+@checked(module=MODEL, offload_to_cpu=BOOL)
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
     """``fairscale.nn.checkpoint_wrapper``: ``module``, which backward recomputes from its inputs.
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph.api.annotate import annotate
 from shardgraph.api.compile import compile
-from shardgraph.errors import CheckpointError, ShardGraphError
+from shardgraph.arguments import BOOL, DEVICE, DTYPE, GROUP, MODEL, NOT_NEGATIVE, POSITIVE, checked
+from shardgraph.errors import CheckpointError, ShardGraphError, shown
 from shardgraph.fairscale import optimizer_state
 from shardgraph.module import checkpoint
 from shardgraph.module.sharded import ShardedModule
@@ -21,6 +22,12 @@ from shardgraph.module.whole import unshard, whole_parameters
 from shardgraph.offline.consolidate import read_shards
 from shardgraph.plans.annotations.kinds import Annotation, keep_gathered, offload, precision, reshard
 from shardgraph.plans.precision import Precision
+
+_SWITCHES = (
+    "reshard_after_forward", "disable_reshard_on_root", "mixed_precision", "fp32_reduce_scatter", "flatten_parameters",
+    "move_params_to_cpu", "move_grads_to_cpu", "no_broadcast_optim_state", "clear_autocast_cache",
+    "force_input_to_fp32", "verbose", "cpu_offload", "state_dict_on_rank_0_only", "allow_reset_parameters",
+)  # fmt: skip
 
 
 class FullyShardedDataParallel(ShardedModule):
@@ -62,6 +69,17 @@ class FullyShardedDataParallel(ShardedModule):
         ShardGraphError: an option cannot be.
     """
 
+    @checked(
+        dict.fromkeys(_SWITCHES, BOOL),
+        module=MODEL,
+        process_group=GROUP,
+        compute_dtype=DTYPE,
+        buffer_dtype=DTYPE,
+        bucket_cap_mb=NOT_NEGATIVE,
+        compute_device=DEVICE,
+        state_dict_device=DEVICE,
+        gradient_predivide_factor=POSITIVE,
+    )
     def __init__(
         self,
         module: nn.Module,
@@ -248,8 +266,8 @@ def _check(options: Mapping[str, Any]) -> None:
         "allow_reset_parameters": "initialise the module before it is wrapped, or make it on 'meta'",
     }
     for option, why in refused.items():
-        if options[option]:
-            raise ShardGraphError(f"{option}={options[option]} cannot be: {why}; leave it out")
+        if options[option] is not None and options[option] is not False:
+            raise ShardGraphError(f"{option}={shown(options[option])} cannot be: {why}; leave it out")
     for option in () if options["mixed_precision"] else ("fp32_reduce_scatter", "compute_dtype"):
         if options[option] not in (None, False, torch.float32):
             raise ShardGraphError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from shardgraph.arguments import GROUP, checked
 from shardgraph.module.grad_scaler import GradScaler
 
 
@@ -13,6 +14,7 @@ class ShardedGradScaler(GradScaler):
     Arguments are those of :class:`shardgraph.GradScaler`, in FairScale's order.
     """
 
+    @checked(process_group=GROUP)
     def __init__(
         self,
         init_scale: float = 2.0**16,

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from shardgraph.arguments import POSITIVE, checked, mapping_of
 from shardgraph.module.layerwise_grad_scaler import LayerwiseGradScaler
+
+_FACTORS = mapping_of("factors above 0 by the name of a layer", POSITIVE)
 
 
 class LayerwiseGradientScaler:
@@ -34,6 +37,11 @@ class LayerwiseGradientScaler:
         ShardGraphError: as of :class:`shardgraph.LayerwiseGradScaler`.
     """
 
+    @checked(
+        layer_scale_dict=mapping_of("factors above 0 by the name of a layer", POSITIVE),
+        min_scale=POSITIVE,
+        max_scale=POSITIVE,
+    )
     def __init__(
         self,
         model: nn.Module,

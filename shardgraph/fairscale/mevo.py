@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardgraph.arguments import POSITIVE, TENSOR, checked, number, one_of
+from shardgraph.arguments import POSITIVE, TENSOR, WHOLE, checked, number, one_of
 from shardgraph.errors import ShardGraphError
 
 _FINITE = number("a number", math.isfinite)
@@ -32,7 +32,7 @@ class MemoryEfficientVocabOutput(nn.Module):
         ShardGraphError: there is no such reduction.
     """
 
-    @checked(proj_weight=TENSOR, reduction=one_of(["sum", "mean"]), margin=_FINITE, scale=POSITIVE)
+    @checked(proj_weight=TENSOR, tile_factor=WHOLE, reduction=one_of(["sum", "mean"]), margin=_FINITE, scale=POSITIVE)
     def __init__(
         self,
         proj_weight: nn.Parameter,

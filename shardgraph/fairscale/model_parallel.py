@@ -9,15 +9,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardgraph.api.annotate import annotate
-from shardgraph.errors import ShardGraphError
+from shardgraph.arguments import BOOL, CALLABLE, POSITIVE, WHOLE, Kind, checked
+from shardgraph.errors import ShardGraphError, expect
 from shardgraph.plans.annotations.kinds import Annotation, input, output, replicate, shard
-from shardgraph.sizes import divisors
+from shardgraph.sizes import divisors, is_whole
 
 _AXIS = "tp"
 
 Initialize = Callable[[Tensor], object]
 
+_LINEAR = {"in_features": WHOLE, "out_features": WHOLE, "bias": BOOL, "init_method": CALLABLE, "stride": WHOLE}
+_EMBEDDING = {
+    "num_embeddings": WHOLE,
+    "embedding_dim": WHOLE,
+    "padding_idx": Kind("the index of a row", lambda value: is_whole(value, -(2**63))),
+    "max_norm": POSITIVE,
+    "norm_type": POSITIVE,
+    "scale_grad_by_freq": BOOL,
+    "sparse": BOOL,
+    "init_method": CALLABLE,
+}
 
+
+@checked(model_parallel_size_=WHOLE, pipeline_length=WHOLE)
 def initialize_model_parallel(model_parallel_size_: int, pipeline_length: int = 1) -> dict[str, int]:
     """The mesh of ``compile(model, "ddp+tp", mesh=...)`` in which so many ranks share each layer.
 
@@ -56,6 +70,7 @@ class ColumnParallelLinear(nn.Linear):
         stride: blocks of the outputs, of each of which a rank has a part, as of a fused projection.
     """
 
+    @checked(_LINEAR, gather_output=BOOL)
     def __init__(
         self,
         in_features: int,
@@ -84,6 +99,7 @@ class RowParallelLinear(nn.Linear):
         stride: blocks of the inputs, of each of which a rank has a part.
     """
 
+    @checked(_LINEAR, input_is_parallel=BOOL)
     def __init__(
         self,
         in_features: int,
@@ -110,6 +126,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     dim = 0
 
+    @checked(_EMBEDDING)
     def __init__(
         self,
         num_embeddings: int,
@@ -121,6 +138,9 @@ class VocabParallelEmbedding(nn.Embedding):
         sparse: bool = False,
         init_method: Initialize = nn.init.xavier_normal_,
     ) -> None:
+        if padding_idx is not None:
+            rows = f"the index of one of {num_embeddings} rows, from the end if negative"
+            expect(-num_embeddings <= padding_idx < num_embeddings, "padding_idx", padding_idx, rows)
         super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         _initialize(self, init_method)
         _annotate(self, {"weight": shard(self.dim, _AXIS)})

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
-from shardgraph.arguments import MODEL, WHOLE, checked, instance
+from shardgraph.arguments import GROUP, MODEL, WHOLE, checked
 from shardgraph.errors import ShardGraphError
 from shardgraph.nn.gating import Routing, TopKGate
 
@@ -73,7 +73,7 @@ class MOELayer(nn.Module):
 
     l_aux: Tensor | None
 
-    @checked(gate=MODEL, experts=MODEL, group=instance("a process group", dist.ProcessGroup))
+    @checked(gate=MODEL, experts=MODEL, group=GROUP)
     def __init__(self, gate: nn.Module, experts: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         if group is not None and dist.get_world_size(group) < dist.get_world_size():

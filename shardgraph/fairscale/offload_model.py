@@ -10,20 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardgraph.api.compile import compile
-from shardgraph.arguments import BOOL, MODEL, WHOLE, Kind, checked, sequence_of
+from shardgraph.arguments import BOOL, DEVICE, MODEL, WHOLE, checked, sequence_of
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.torch_api import pytree
-
-
-def _names_device(value: Any) -> bool:
-    try:
-        return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
-    except RuntimeError:
-        return False
-
-
-_DEVICE = Kind("a device, such as 'cpu' or 'cuda:0'", _names_device)
 
 
 class OffloadModel(ShardedModule):
@@ -45,9 +35,10 @@ class OffloadModel(ShardedModule):
     """
 
     @checked(
-        model=MODEL | sequence_of("a list of its parts", MODEL),
-        device=_DEVICE,
-        offload_device=_DEVICE,
+        model=MODEL | sequence_of("a list of its parts", MODEL, least=1),
+        device=DEVICE,
+        offload_device=DEVICE,
+        num_slices=WHOLE,
         checkpoint_activation=BOOL,
         num_microbatches=WHOLE,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardgraph.arguments import BOOL, GROUP, MAKES_OPTIMIZER, PARAMETERS, checked, whole
 from shardgraph.optim.sharded import ShardedOptimizer
 
 
@@ -24,6 +25,14 @@ class OSS(ShardedOptimizer):
         default: options of ``optim``.
     """
 
+    @checked(
+        params=PARAMETERS,
+        optim=MAKES_OPTIMIZER,
+        group=GROUP,
+        broadcast_buffer_size=whole(-1),
+        broadcast_fp16=BOOL,
+        force_broadcast_object=BOOL,
+    )
     def __init__(
         self,
         params: Any,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgraph.api.compile import compile
-from shardgraph.arguments import LIST, WHOLE, checked, one_of
+from shardgraph.arguments import BOOL, LIST, WHOLE, checked, one_of
 from shardgraph.errors import PlanError, expect
 from shardgraph.fairscale.skip import Skippable, SkipSequential, verify_skippables
 from shardgraph.plans.pipeline_plan import Pipeline
@@ -39,7 +39,13 @@ class Pipe(nn.Module):
         TypeError: what skippable layers set aside and take does not match.
     """
 
-    @checked(balance=LIST, devices=LIST, chunks=WHOLE, checkpoint=one_of(["always", "except_last", "never"]))
+    @checked(
+        balance=LIST,
+        devices=LIST,
+        chunks=WHOLE,
+        checkpoint=one_of(["always", "except_last", "never"]),
+        deferred_batch_norm=BOOL,
+    )
     def __init__(
         self,
         module: nn.Sequential,

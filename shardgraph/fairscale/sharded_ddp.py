@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph.api.compile import compile
-from shardgraph.arguments import BOOL, MODEL, OPTIMIZER, Kind, checked, instance
+from shardgraph.arguments import BOOL, GROUP, MODEL, OPTIMIZER, Kind, checked, whole
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.first_rank import take_from_first_rank
 from shardgraph.optim.sharded import ShardedOptimizer
@@ -46,10 +46,13 @@ class ShardedDataParallel(nn.Module):
     @checked(
         module=MODEL,
         sharded_optimizer=OPTIMIZER | Kind("several of them", lambda value: isinstance(value, Iterable)),
-        process_group=instance("a process group", dist.ProcessGroup),
+        process_group=GROUP,
         broadcast_buffers=BOOL,
         sync_models_at_startup=BOOL,
+        reduce_buffer_size=whole(0),
+        auto_refresh_trainable=BOOL,
         reduce_fp16=BOOL,
+        warn_on_trainable_params_changed=BOOL,
     )
     def __init__(
         self,
@@ -111,7 +114,7 @@ def _check(optimizers: list[Any], group: dist.ProcessGroup | None) -> None:
     others = [type(each).__name__ for each in optimizers if not isinstance(each, ShardedOptimizer)]
     if others or not optimizers:
         raise ShardGraphError(
-            f"ShardedDataParallel is for optimizers of the class OSS, and was given {', '.join(others) or 'none'}: "
+            f"ShardedDataParallel(): sharded_optimizer is {', '.join(others) or 'none'}; it may be an OSS or several: "
             "wrap the class, as OSS(model.parameters(), optim=Adam, lr=1e-3), or use shardgraph.compile(model, 'fsdp')"
         )
     if group is not None and dist.get_world_size(group) != dist.get_world_size():

@@ -18,10 +18,23 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from shardgraph.arguments import NAME, TENSOR, Kind, checked, instance
 from shardgraph.errors import ShardGraphError
 
 _HANDLE, _MAKE = "__carry_out", "__make"
 _default = threading.local()
+
+
+_NAMES = Kind(
+    "names of tensors, such as ['1to3']",
+    lambda value: isinstance(value, Iterable) and not isinstance(value, str) and all(map(NAME.fits, value)),
+)
+
+
+def _check_name(command: str, name: str) -> None:
+    """Called while a model is traced, which follows no more than this."""
+    if not isinstance(name, str):
+        NAME.check(f"{command}(): name", name)
 
 
 class Namespace:
@@ -32,6 +45,9 @@ class stash:
     """The command ``yield stash(name, tensor)``: set a tensor, or None, aside for a later layer."""
 
     def __init__(self, name: str, tensor: torch.Tensor | None) -> None:
+        _check_name("stash", name)
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            TENSOR.check("stash(): tensor", tensor, ", or None")
         self.name, self.tensor = name, tensor
 
 
@@ -39,6 +55,7 @@ class pop:
     """The command ``tensor = yield pop(name)``: take what an earlier layer has set aside."""
 
     def __init__(self, name: str) -> None:
+        _check_name("pop", name)
         self.name = name
 
 
@@ -100,14 +117,20 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         ShardGraphError: the source of ``forward`` is not there, or it has decorators.
     """
 
+    stashes, pops = (
+        _NAMES.check(f"skippable(): {which}", tuple(names) if isinstance(names, Iterator) else names)
+        for which, names in (("stash", stash), ("pop", pop))
+    )
+
     def extended(layer: type[nn.Module]) -> type[Skippable]:
-        names = {"stashes": tuple(stash), "pops": tuple(pop), "_written": _without_yields(layer)}
+        names = {"stashes": tuple(stashes), "pops": tuple(pops), "_written": _without_yields(layer)}
         names |= {"__module__": layer.__module__, "__qualname__": layer.__qualname__, "__doc__": layer.__doc__}
         return type(layer.__name__, (Skippable, layer), names)
 
     return extended
 
 
+@checked(module=instance("an nn.Sequential", nn.Sequential))
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that each tensor is set aside once, and taken once by a later layer.
 

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shardgraph.api.compile import compile
+from shardgraph.arguments import BOOL, MODEL, POSITIVE, WHOLE, checked, one_of
 from shardgraph.errors import expect
 from shardgraph.optim.gossip import StochasticGradientPush
-from shardgraph.optim.local_sgd import SlowMo
+from shardgraph.optim.local_sgd import MOMENTUM, SlowMo
 
 
 class SlowMoDistributedDataParallel(nn.Module):
@@ -39,6 +40,18 @@ class SlowMoDistributedDataParallel(nn.Module):
         ShardGraphError: an option cannot be.
     """
 
+    @checked(
+        module=MODEL,
+        nprocs_per_node=WHOLE,
+        broadcast_buffers=BOOL,
+        slowmo_base_algorithm=one_of(["localsgd", "sgp"]),
+        slowmo_momentum=MOMENTUM,
+        slowmo_memory_efficient=BOOL,
+        slowmo_frequency=WHOLE,
+        slowmo_lr=POSITIVE,
+        slowmo_num_shards=WHOLE,
+        localsgd_frequency=WHOLE,
+    )
     def __init__(
         self,
         module: nn.Module,
@@ -54,9 +67,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        known, gossips = ("localsgd", "sgp"), slowmo_base_algorithm == "sgp"
-        expect(slowmo_base_algorithm in known, "slowmo_base_algorithm", slowmo_base_algorithm, " or ".join(known))
-        ranks = dist.get_world_size()
+        gossips = slowmo_base_algorithm == "sgp"
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
         expect(ranks % nprocs_per_node == 0, "nprocs_per_node", nprocs_per_node, f"a divisor of the {ranks} ranks")
         mesh = {"nodes": ranks // nprocs_per_node, "dp": nprocs_per_node}
         self.module = compile(module, "local-sgd+ddp", mesh=mesh, **options)

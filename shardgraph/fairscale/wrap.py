@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from shardgraph.arguments import BOOL, CALLABLE, NOT_NEGATIVE, Kind, checked, instance, whole
 from shardgraph.errors import ShardGraphError
+
+_MODULE = instance("an nn.Module", nn.Module)
+_CLASSES = Kind(
+    "classes of modules, in a list, tuple or set",
+    lambda value: isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(each, type) for each in value),
+)
 
 
 class _Context(NamedTuple):
@@ -23,6 +30,7 @@ class _Context(NamedTuple):
 _CONTEXT: ContextVar[_Context | None] = ContextVar("enable_wrap", default=None)
 
 
+@checked(auto_wrap_policy=CALLABLE)
 @contextmanager
 def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
     """``fairscale.nn.enable_wrap``: inside, :func:`wrap` and :func:`auto_wrap` wrap.
@@ -46,6 +54,7 @@ def enable_wrap(auto_wrap_policy: Callable[..., bool] | None = None, **wrapper_k
         _CONTEXT.reset(token)
 
 
+@checked(module=_MODULE)
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """``module`` in the wrapper of :func:`enable_wrap`; outside of that, ``module`` itself.
 
@@ -55,6 +64,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return module if context is None else context.wrapper_cls(module, **{**context.options, **wrap_overrides})
 
 
+@checked(module=_MODULE, auto_wrap_policy=CALLABLE)
 def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = None, **kwargs: Any) -> nn.Module:
     """``module`` with the modules inside, and itself, wrapped as a policy says; outside of :func:`enable_wrap`, as it
     is.
@@ -78,6 +88,16 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: Callable[..., bool] | None = 
     return wrapped
 
 
+@checked(
+    module=_MODULE,
+    recurse=BOOL,
+    unwrapped_params=whole(0),
+    module_is_root=BOOL,
+    min_num_params=NOT_NEGATIVE,
+    force_leaf_modules=_CLASSES,
+    exclude_wrap_modules=_CLASSES,
+    skip_params_check_for_root=BOOL,
+)
 def default_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,

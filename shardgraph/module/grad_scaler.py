@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardgraph.arguments import BOOL, NAME, POSITIVE, WHOLE, checked, instance, number
+from shardgraph.arguments import BOOL, DEVICE, GROUP, POSITIVE, WHOLE, checked, number
 from shardgraph.module.joining import refuse_inside
 from shardgraph.runtime.device import accelerator
 
@@ -37,13 +37,13 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     @checked(
-        device=NAME,
+        device=DEVICE,
         init_scale=POSITIVE,
         growth_factor=number("a number above 1", lambda value: 1 < value < math.inf),
         backoff_factor=number("a number above 0 and below 1", lambda value: 0 < value < 1),
         growth_interval=WHOLE,
         enabled=BOOL,
-        group=instance("a process group", dist.ProcessGroup),
+        group=GROUP,
     )
     def __init__(
         self,

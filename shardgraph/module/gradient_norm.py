@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgraph.arguments import Kind, number, one_of
+from shardgraph.arguments import BOOL, Kind, number, one_of
 from shardgraph.module.parameters import is_each_ranks_own
 from shardgraph.runtime.watch import translated
 from shardgraph.torch_api import local_tensor
@@ -38,8 +38,11 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``.
     """
     check_clipping(max_norm, norm_type)
+    if type(error_if_nonfinite) is not bool:
+        BOOL.check("clip_grad_norm_(): error_if_nonfinite", error_if_nonfinite)
     parameters = _PARAMETERS.check("clip_grad_norm_(): parameters", parameters)
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    _PARAMETERS.check("clip_grad_norm_(): parameters", listed)  # also what an iterator has given
     gradients = [each.grad for each in listed if each.grad is not None and not is_each_ranks_own(each)]
     norm = total_norm(gradients, float(norm_type))
     clip_by(gradients, norm, max_norm, error_if_nonfinite)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
-from shardgraph.arguments import BOOL, FROM_NUMPY, OPTIMIZER, instance
+from shardgraph.arguments import BOOL, FROM_NUMPY, OPTIMIZER, checked, instance, whole
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call
 from shardgraph.capture.pytrees import flatten
@@ -158,6 +158,7 @@ class ShardedModule(SavedState):
         """The original's forward, on this rank's part of the batch; returns its output."""
         return self._without_padding(self._run(args, kwargs, None)[-1], args, kwargs)
 
+    @checked(samples=whole(0))
     def rows_of(self, samples: int) -> slice:
         """This rank's rows of a batch of ``samples``, which are those of all ranks together.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shardgraph.arguments import LIST, MODEL, PATH, TEXT, checked
+from shardgraph.arguments import MODEL, PATH, STATE, TEXT, checked, sequence_of
 from shardgraph.errors import CheckpointError
 from shardgraph.offline.distributed import is_distributed, state_of_folder
 from shardgraph.offline.fairscale import state_of_fairscale
@@ -16,8 +16,10 @@ from shardgraph.offline.ranks import Source, files_in, is_fairscale, opened
 from shardgraph.offline.shards import state_of_shards
 from shardgraph.offline.stored import StoredState, of_model, reading
 
+_SHARDS = PATH | sequence_of("paths of the files of ranks, or what they hold", PATH | STATE, least=1)
 
-@checked(shards=PATH | LIST, path=PATH, entry=TEXT, model=MODEL)
+
+@checked(shards=_SHARDS, path=PATH, entry=TEXT, model=MODEL)
 def consolidate(
     shards: str | Path | Sequence[Source], path: str | Path, *, entry: str = "", model: nn.Module | None = None
 ) -> None:

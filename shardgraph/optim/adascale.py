@@ -145,6 +145,7 @@ class AdaScale(torch.optim.Optimizer):
         """The factor of earlier steps in exponential averages."""
         return self._smoothing
 
+    @checked(update_smoothing=BOOL)
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
         """Set how many backward passes make up a step, between steps. A ``scale`` that was given remains as it is."""
         count = num_gradients_to_accumulate
@@ -161,6 +162,9 @@ class AdaScale(torch.optim.Optimizer):
     def gain(self, pg_idx: int | None = None) -> float:
         """The gain of a parameter group, or of all together, with the latest gradients: from 1 to ``scale``."""
         self._update()
+        if pg_idx is not None:
+            count = len(self._averages)
+            expect(is_whole(pg_idx, 0) and pg_idx < count, "pg_idx", pg_idx, f"the index of one of {count} groups")
         chosen = self._averages if pg_idx is None else [self._averages[pg_idx]]
         variance, square = sum(each.variance for each in chosen), sum(each.square for each in chosen)
         return (variance + square) / (variance / self.scale + square) if variance + square else 1.0

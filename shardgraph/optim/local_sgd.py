@@ -22,7 +22,7 @@ from shardgraph.torch_api import all_gather, local_tensor, reduce_scatter
 Outer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _STEPS = of_plan(whole(1, "a whole number of steps"))
-_MOMENTUM = of_plan(number("from 0 to less than 1", lambda value: 0 <= value < 1))
+MOMENTUM = of_plan(number("from 0 to less than 1", lambda value: 0 <= value < 1))
 
 
 class LocalSGD(OfReplicas):
@@ -63,7 +63,10 @@ class LocalSGD(OfReplicas):
     ) -> None:
         super().__init__(optimizer, module)
         self.frequency, self.average_frequency, self._steps = frequency, average_frequency, 0
-        self.outer = None if outer is None else outer([self._starts_of(group) for group in optimizer.param_groups])
+        self.outer: torch.optim.Optimizer | None = None
+        if outer is not None:
+            made = outer([self._starts_of(group) for group in optimizer.param_groups])
+            self.outer = OPTIMIZER.check("LocalSGD(): what outer() returned", made)
 
     @property
     def together(self) -> bool:
@@ -203,7 +206,7 @@ class SlowMo(LocalSGD):
         lr: of the outer step.
     """
 
-    @checked(momentum=_MOMENTUM, lr=POSITIVE)
+    @checked(momentum=MOMENTUM, lr=POSITIVE)
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardgraph.arguments import BOOL, PARAMETERS, Kind, checked, instance
+from shardgraph.arguments import BOOL, CALLABLE, DTYPE, GROUP, MAKES_OPTIMIZER, PARAMETERS, Kind, checked
 from shardgraph.errors import CheckpointError, ShardGraphError, expect
 from shardgraph.module.gradient_norm import clip_grad_norm_
 from shardgraph.module.replaced import current
@@ -22,13 +22,16 @@ from shardgraph.optim.consolidation import consolidated
 from shardgraph.optim.ownership import balanced_owners
 from shardgraph.optim.rows import gather_rows, in_rows, scatter_rows
 from shardgraph.runtime.watch import translated
+from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor, ordered_group
 
 _OF_PARAMETERS = ("params", "param_names")  # what is no option of a parameter group
 _MESSAGE = 2**18  # elements up to which small parameters are sent together
 
-_MAKES = Kind("what makes an optimizer of parameters, such as torch.optim.Adam", callable)
-_DTYPE = instance("a torch.dtype", torch.dtype)
+_STATE = Kind(
+    "the state dict of an optimizer, with 'state' and 'param_groups'",
+    lambda value: isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys(),
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -64,9 +67,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @checked(
         params=PARAMETERS,
-        optim=_MAKES,
-        group=instance("a process group", dist.ProcessGroup),
-        broadcast_dtype=_DTYPE,
+        optim=MAKES_OPTIMIZER,
+        group=GROUP,
+        broadcast_dtype=DTYPE,
         state_as_objects=BOOL,
     )
     def __init__(
@@ -151,6 +154,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._broadcast()
         return loss
 
+    @checked(filter_params_fn=CALLABLE)
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -172,7 +176,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         time, so that only the recipient holds them all.
         """
         ranks = self.world_size
-        expect(-1 <= recipient_rank < ranks, "recipient_rank", recipient_rank, f"below {ranks}, the number of ranks")
+        fits = is_whole(recipient_rank, -1) and recipient_rank < ranks
+        expect(fits, "recipient_rank", recipient_rank, f"a rank below {ranks}, or -1 for all")
         own = self._own_state()
         if self._group is None:
             self._consolidated = own
@@ -181,6 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         recipient = None if recipient_rank == -1 else recipient_rank
         self._consolidated = consolidated(own, self._group, recipient, device, self._state_as_objects)
 
+    @checked(all_ranks=BOOL)
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The state of all parameters in the format of the unsharded optimizer, which loads it, as this class does on
         any number of ranks.
@@ -209,6 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": self._own_state(), "param_groups": self._packed_groups()}
 
     @torch.no_grad()
+    @checked(state_dict=_STATE)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the unsharded optimizer, or of this class on any number of ranks; each rank takes what is
         of its parameters.

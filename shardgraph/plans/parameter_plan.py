@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardgraph.arguments import TEXT, check_fields, of_plan, sequence_of
+from shardgraph.arguments import BOOL, TEXT, check_fields, of_plan, one_of, sequence_of
 from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
 from shardgraph.sizes import divisors
@@ -63,7 +63,8 @@ class ParameterPlan:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "", placements=_PLACEMENTS, gradient=of_plan(TEXT))
+        check_fields(self, "", placements=_PLACEMENTS, gradient=of_plan(one_of(GRADIENTS)))
+        check_fields(self, "", reshard_after_forward=of_plan(BOOL), offload=of_plan(BOOL))
 
     @property
     def shard_axis(self) -> int | None:

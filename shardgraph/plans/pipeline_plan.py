@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardgraph.arguments import NAME, TEXT, WHOLE, check_fields, of_plan, sequence_of
+from shardgraph.arguments import NAME, TEXT, WHOLE, check_fields, of_plan, one_of, sequence_of
 from shardgraph.cost_models.actions import Order
 from shardgraph.errors import expect
 from shardgraph.plans.orders import check, find_schedule, pipeline_order, rank_of_stage
@@ -53,9 +53,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         where = "the pipeline's"
         check_fields(self, f"{where} ", schedule=of_plan(TEXT), axis=of_plan(NAME), stages=_STAGES, balance=_BALANCE)
-        expect(
-            self.checkpoint in CHECKPOINTS, f"{where} checkpoint", self.checkpoint, " or ".join(map(repr, CHECKPOINTS))
-        )
+        check_fields(self, f"{where} ", checkpoint=of_plan(one_of(CHECKPOINTS)))
         some = self.microbatches is None or is_whole(self.microbatches, 1)
         expect(some, f"{where} microbatches", self.microbatches, "a whole number from 1, or None for the default")
         expect(is_whole(self.ranks, 1), f"{where} ranks", self.ranks, "a whole number from 1")

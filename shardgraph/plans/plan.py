@@ -494,7 +494,7 @@ def _check_plan(plan: Plan) -> None:
     for annotated in plan.annotations:
         pair = isinstance(annotated, tuple) and len(annotated) == 2 and isinstance(annotated[1], kinds.Annotation)
         check(pair, "annotations", annotated, "pairs of a pattern and an annotation")
-    rules = plan.recompute in RECOMPUTE or _are_rules(plan.recompute)
+    rules = plan.recompute in RECOMPUTE if isinstance(plan.recompute, str) else _are_rules(plan.recompute)
     check(rules, "recompute", plan.recompute, f"{', '.join(map(repr, RECOMPUTE))} or operations by module")
     expected = "a whole number of bytes from 1, or None for all logits at once"
     check(plan.loss_chunk is None or is_whole(plan.loss_chunk, 1), "loss_chunk", plan.loss_chunk, expected)

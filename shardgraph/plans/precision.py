@@ -72,7 +72,8 @@ class Precision:
         for field in ("parameters", "reduce", "buffers", "outputs"):
             if (dtype := getattr(self, field)) is not None:
                 object.__setattr__(self, field, dtype_name(dtype, f"precision.{field}"))
-        expect(self.products in (None, FLOAT8), "precision.products", self.products, f"{FLOAT8!r} or None")
+        known = self.products is None or (isinstance(self.products, str) and self.products == FLOAT8)
+        expect(known, "precision.products", self.products, f"{FLOAT8!r} or None")
         expect(isinstance(self.inputs, bool), "precision.inputs", self.inputs, "True or False")
 
     @classmethod

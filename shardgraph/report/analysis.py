@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from shardgraph.arguments import BYTES, NONE, NOT_NEGATIVE, PATH, WHOLE, checked, mapping_of
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import COPIES, StepTime, Timeline, simulate
@@ -22,6 +23,8 @@ from shardgraph.report.step import batch_of, program_halves, program_memory, tas
 from shardgraph.report.tables import ModuleCosts, operation_table
 from shardgraph.report.transfers import Transfer, table_of, transfers_of
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
+
+_TIMES = mapping_of("the times of a WaitTracker", NOT_NEGATIVE, lambda name: isinstance(name, tuple))
 
 
 class OtherSizes(Protocol):
@@ -185,6 +188,7 @@ class Analysis(StepCosts):
         """The collectives, and the copies between host and device, in the order in which they are awaited."""
         return tuple(transfers_of(self.rows, self.timeline, self.cluster.overlap))
 
+    @checked(measured=_TIMES, limit=WHOLE)
     def transfer_table(self, measured: Mapping[tuple[str, str], float] | None = None, limit: int = 20) -> str:
         """The ``limit`` transfers of which most is exposed, as text: what each takes, slows and is waited for.
 
@@ -212,6 +216,7 @@ class Analysis(StepCosts):
         """
         return self._other_sizes.symbolic
 
+    @checked(memory=BYTES)
     def max_batch(self, memory: int | str | None = None) -> int:
         """The largest batch of one rank, in rows, whose peak is within ``memory``, such as ``"80GiB"``.
 
@@ -222,6 +227,7 @@ class Analysis(StepCosts):
         """
         return self._largest("batch", memory)
 
+    @checked(memory=BYTES)
     def max_sequence(self, memory: int | str | None = None) -> int:
         """The longest sequence whose peak is within ``memory``, with the present batch; raises as :meth:`max_batch`."""
         return self._largest("sequence", memory)
@@ -247,6 +253,7 @@ class Analysis(StepCosts):
         """
         return ModuleCosts.of(self.rows)
 
+    @checked(limit=WHOLE | NONE)
     def table(self, limit: int | None = 20) -> str:
         """The ``limit`` slowest operations, all if None, and the totals, as text."""
         return operation_table(self.rows, limit)
@@ -271,6 +278,7 @@ class Analysis(StepCosts):
             raise ShardGraphError("to_dataframe needs pandas: pip install pandas, or use to_records()") from error
         return pandas.DataFrame(self.to_records())
 
+    @checked(path=PATH)
     def save_trace(self, path: str | Path) -> Path:
         """Write the timeline as a file that ui.perfetto.dev and chrome://tracing open; returns its path."""
         Path(path).write_text(json.dumps(self.timeline.to_chrome_trace()), encoding="utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardgraph.arguments import CALLABLE, LIST, SECONDS, WHOLE, Kind, checked, whole
-from shardgraph.errors import LaunchError
+from shardgraph.errors import ArgumentError, LaunchError, shown
 from shardgraph.runtime.launch import is_rank, launch, on_new_ranks
 from shardgraph.runtime.start_again import StartAgain
 
@@ -50,6 +50,8 @@ def elastic(
             last failure. What ``launch`` refuses is refused.
         ArgumentError: an argument is not allowed, or the function ``nproc`` did not say a number.
     """
+    if not callable(nproc) and least > nproc:
+        raise ArgumentError(f"elastic(): least is {shown(least)}; it may be at most nproc, which is {nproc}")
     if is_rank():
         return launch(fn, args=args, timeout=timeout)  # which says so if another launch has started this rank
 

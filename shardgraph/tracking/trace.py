@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shardgraph.arguments import checked, instance
+from shardgraph.arguments import PATH, TEXT, WHOLE, Kind, checked, instance, sequence_of
 from shardgraph.cost_models.partitions import even_runs
 from shardgraph.errors import ShardGraphError
 from shardgraph.pictures.memory import draw_moments
@@ -17,6 +17,9 @@ from shardgraph.sizes import aligned, format_bytes
 
 _COLUMNS = ("parameters", "gathered parameters", "saved", "gradients")
 _FORMAT = "shardgraph.memory.1"
+
+
+_TRACE = Kind("a MemoryTrace", lambda value: isinstance(value, MemoryTrace))
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class MemoryTrace:
             rows.append((module or "(the model)", *(_cell(each) for each in (*own, peaks.get(module, 0)))))
         return "\n".join([*lines, *aligned(rows)])
 
+    @checked(other=_TRACE)
     def compare(self, other: MemoryTrace) -> str:
         """Both beside each other, as text: by kind at the peak, and by module while it runs."""
         by_kind: list[Sequence[str]] = [("at the peak", self.name, other.name, "")]
@@ -98,6 +102,7 @@ class MemoryTrace:
             by_module.append(_compared(module or "(the model)", own.get(module, 0), theirs.get(module, 0)))
         return "\n".join([*aligned(by_kind), "", *aligned(by_module)])
 
+    @checked(count=WHOLE, modules=sequence_of("names of modules", TEXT))
     def cut_points(self, count: int, modules: Sequence[str] | None = None) -> list[str]:
         """The ``count`` modules before which to cut, so that the part in between that saves most for backward saves as
         little as possible: each part is then to be recomputed, as by ``recompute()`` or FairScale's
@@ -140,6 +145,7 @@ class MemoryTrace:
         inside = (own for path, own in self.modules.items() if path == module or path.startswith(f"{module}."))
         return sum(own.get("saved", 0) for own in inside)
 
+    @checked(path=PATH)
     def draw(self, path: str | Path) -> None:
         """Write the memory over time, by kind, as SVG."""
         peak, where = self.peak, self.peak.module or "the model"
@@ -147,11 +153,13 @@ class MemoryTrace:
         drawing = draw_moments(self.moments, f"Memory of a rank over a step: {self.name}", caption)
         Path(path).write_text(document(self.name, [drawing]), encoding="utf-8")
 
+    @checked(path=PATH)
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
         Path(path).write_text(json.dumps({"format": _FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
 
     @classmethod
+    @checked(path=PATH)
     def load(cls, path: str | Path) -> MemoryTrace:
         """Read what :meth:`save` wrote.
 

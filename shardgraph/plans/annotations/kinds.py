@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform
 
 import torch
 
+from shardgraph.arguments import NAME
 from shardgraph.errors import PlanError, expect, nearest
 from shardgraph.mesh import Mesh
 from shardgraph.plans.parameter_plan import AUTO, OWN, REPLICATE, SHARD, ParameterPlan, split_text, unsharded
@@ -118,7 +119,7 @@ class shard(Placement):
             "dim",
             "a dimension of the tensor, such as 0 or -1",
         )
-        self._expect(isinstance(self.mesh_dim, str), "mesh_dim", "the name of a mesh axis, such as 'tp'")
+        self._expect(NAME.fits(self.mesh_dim), "mesh_dim", "the name of a mesh axis, such as 'tp'")
         self._expect(is_whole(self.blocks, 1), "blocks", "a whole number from 1")
 
     def part(self, shape: Sequence[int], ranks: int) -> int:
@@ -173,7 +174,7 @@ class replicate(Placement):
     mesh_dim: str | None = None
 
     def __post_init__(self) -> None:
-        self._expect(self.mesh_dim is None or isinstance(self.mesh_dim, str), "mesh_dim", "the name of a mesh axis")
+        self._expect(self.mesh_dim is None or NAME.fits(self.mesh_dim), "mesh_dim", "the name of a mesh axis")
 
     def changed(self, entry: ParameterPlan, shape: Sequence[int], plan: Axes) -> ParameterPlan:
         for position, axis in enumerate(plan.axes):
