@@ -23,6 +23,7 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from shardgraph.errors import LaunchError, RankFailedError
 from shardgraph.runtime import watch
 from shardgraph.runtime.before_end import wait_before_end
 from shardgraph.runtime.start_again import StartAgain, tell
+from shardgraph.runtime.watch.place import shown
 from shardgraph.torch_api import innermost_store, own_connection, recorded_connections
 
 _GRACE = 5.0  # seconds for the other ranks to end after one has failed
@@ -44,6 +46,7 @@ _STOPPED = 8.0  # seconds for which a rank is stopped until it is given up; its 
 _KEY = "shardgraph/launch/error/{}"  # in the store, of a rank
 
 _inside_rank = False
+_hooked = False  # sys.excepthook, by _hook
 
 
 @checked(fn=CALLABLE, nproc=WHOLE, args=LIST, timeout=SECONDS)
@@ -129,11 +132,30 @@ def on_new_ranks(
         context = start_processes(_run_rank, rank_args, nproc, join=False, start_method=method)
         try:
             _wait(context, folder, store, deadline, timeout, each_second)
+        except LaunchError:
+            _hook()
+            raise
         finally:
             _end(context)
         results = [folder / f"{rank}.result" for rank in range(nproc)]
         # Any object, as the function's results may be: written by our own ranks, in a folder that is this user's alone.
         return [torch.load(file, map_location="cpu", weights_only=False) for file in results]
+
+
+def _hook() -> None:
+    """Have an uncaught LaunchError shown by the user's lines alone: our own say nothing of a rank's failure."""
+    global _hooked
+    if not _hooked:
+        _hooked, sys.excepthook = True, partial(_uncaught, sys.excepthook)
+
+
+def _uncaught(
+    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if isinstance(error, LaunchError):
+        print(shown(error, raised=False), file=sys.stderr, flush=True)
+    else:
+        before(kind, error, trace)
 
 
 def _send_task(fn: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:

@@ -176,11 +176,16 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}{text}{_raised_at(error)}"
 
 
-def shown(error: BaseException) -> str:
-    """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause."""
+def shown(error: BaseException, raised: bool = True) -> str:
+    """A traceback of the user's lines, the latest ones, and of the line that raised; its last line is the cause.
+
+    Without that line if not ``raised``: the error says by itself what has happened.
+    """
     found = traceback.TracebackException.from_exception(error)
     users = [frame for frame in found.stack if is_users(frame.filename)]
-    frames = [*users[-_LINES:], *([] if found.stack[-1:] == users[-1:] else found.stack[-1:])]
+    frames = users[-_LINES:]
+    if raised and found.stack[-1:] != users[-1:]:
+        frames += found.stack[-1:]
     lines = traceback.StackSummary.from_list(frames).format() if frames else []
     return "".join([*lines, *found.format_exception_only()]).rstrip()
 
