@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardgraph.errors import ShardGraphError, nearest
@@ -31,8 +32,15 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
 
 
 UPDATED_TOGETHER = 1 << 20
-"""Bytes of parameters that a whole step updates together, even where each is smaller. What an update takes for itself
-is as large as what is updated, so more than the largest parameter are not."""
+"""Bytes of shards that a step updates together, even where each is smaller. What an update takes for itself is as large
+as what is updated, so more than the largest shard are not."""
+
+
+def updates_of(sizes: Sequence[float]) -> float:
+    """How many tensors the update of shards of these sizes in bytes computes on, if small ones are updated together:
+    those, with a last one that is not full. It grows by as much with each of equal layers."""
+    parts = [min(1.0, nbytes / UPDATED_TOGETHER) for nbytes in sizes]
+    return min(float(len(parts)), sum(parts) + any(part < 1 for part in parts))
 
 
 def optimizer_cost(name: str) -> OptimizerCost:

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from shardgraph import torch_api
 from shardgraph.calibration.programs import Step, reference_steps
@@ -84,7 +82,7 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
     with Progress("calibrate", 2 * len(dtypes) + (ranks > 1) + 1, progress if dist.get_rank() == 0 else False) as show:
         for dtype in dtypes:
             show(f"capture {dtype}")
-            trainings = [Training(step, mesh) for step in reference_steps(device, getattr(torch, dtype), quick)]
+            trainings = [Training(step) for step in reference_steps(device, getattr(torch, dtype), quick)]
             show(dtype)
             timed = _time_programs(trainings, share, device)
             # Memory traffic is measured in the first dtype.
@@ -101,18 +99,18 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, memory: int, progress
 
 
 class Training:
-    """A reference step with its optimizer; on several ranks parameters are DTensors, as a compiled module's are."""
+    """A reference step with its optimizer, which has plain parameters, as that of a compiled module steps on shards."""
 
-    def __init__(self, step: Step, mesh: DeviceMesh | None) -> None:
-        self.step, self.mesh = step, mesh
-        self.parameters = {name: nn.Parameter(self._placed(p.detach())) for name, p in step.model.named_parameters()}
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.parameters = {name: nn.Parameter(p.detach()) for name, p in step.model.named_parameters()}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-5)
 
     def run(self, clock: Callable[[], T]) -> list[tuple[T, T]]:
         """The readings of ``clock`` before and after each operation; the last pair is the optimizer's update."""
         readings, gradients = self.step.run(clock)
         for name, gradient in gradients.items():
-            self.parameters[name].grad = self._placed(gradient)
+            self.parameters[name].grad = gradient
         start = clock()
         self.optimizer.step()
         readings.append((start, clock()))
@@ -130,9 +128,6 @@ class Training:
         count = len(self.parameters)
         nbytes = sum(parameter.nbytes for parameter in self.step.model.parameters())
         yield Sample("optimizer", optimizer_cost("adamw").moved * nbytes / count, update / count)
-
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.mesh is None else DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
 
 def _time_programs(trainings: Sequence[Training], budget: float, device: torch.device) -> list[Sample]:

@@ -25,6 +25,7 @@ from shardgraph.progress import Progress
 _SECONDS = 5.0
 _PATIENCE = 120.0  # seconds until a measurement that does not end is given up
 _MOST = 4  # ranks that measure at once: each is a process that imports PyTorch
+_MEASURES = 2  # of measurements: another number if they are made otherwise
 
 
 def this_machine() -> Cluster:
@@ -63,7 +64,8 @@ def _uncorrected() -> Cluster:
 
 def measured_file() -> Path:
     """Where this CPU's rates are kept: one file for each CPU, number of cores and release of PyTorch."""
-    key = f"{detection.cpu_name()} {detection.cpu_cores()} {torch.__version__} {platform.python_version()}"
+    of = detection.cpu_name(), detection.cpu_cores(), torch.__version__, platform.python_version(), _MEASURES
+    key = " ".join(map(str, of))
     return _folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.yaml"
 
 

@@ -349,7 +349,7 @@ def analyze_program(
     shards = trained_shards(program.context, program.trained)
     rows = (
         *rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused),
-        *update_rows(shards, optimizer, device, memory),
+        *update_rows(shards, optimizer, device, memory, plan.world_size),
     )
     samples, tokens = (plan.data_size * count for count in batch_of(program))
     return Analysis(plan, cluster, optimizer, samples, tokens, rows, other_sizes)

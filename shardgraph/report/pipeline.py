@@ -326,7 +326,9 @@ class _Stages:
             rows=rows,
             cost=self._cost(stage, halves, rows, saved, kept, sum(state.values()) + sum(gradients.values())),
             once=sum(self._seconds_of(graph) for graph in (stage.gather, stage.reduce) if graph is not None),
-            update=sum(row.seconds for row in update_rows(shards, self.optimizer, device, memory)),
+            update=sum(
+                row.seconds for row in update_rows(shards, self.optimizer, device, memory, plan.of_stage.world_size)
+            ),
             state=state,
             gradients=sum(gradients.values()),
             working=self._working(stage, halves, live, saved),

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardgraph.cost_models.device import Device
-from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost, updates_of
 from shardgraph.cost_models.timeline import COMPUTE, Task
 from shardgraph.ir import Input, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
@@ -71,10 +71,18 @@ def update_memory(
 
 
 def update_rows(
-    shards: Shards, optimizer: str, device: Device, memory: MemoryProfile, number: Callable[[Any], Any] = int
+    shards: Shards,
+    optimizer: str,
+    device: Device,
+    memory: MemoryProfile,
+    ranks: int,
+    number: Callable[[Any], Any] = int,
+    magnitude: Callable[[Any], int] = int,
 ) -> Iterator[Row]:
-    """The optimizer's updates at the last point of ``memory``; ``number`` makes a number or expression of a size."""
+    """The optimizer's updates at the last point of ``memory``, for a plan of so many ``ranks``, without those of
+    stages; ``number`` makes a number or expression of a size, and ``magnitude`` orders sizes."""
     cost = optimizer_cost(optimizer)
+    together = are_updated_together(shards, ranks)
     for host, sizes in zip((False, True), shards, strict=True):
         if not sizes:
             continue
@@ -88,10 +96,17 @@ def update_rows(
             kind="optimizer",
             read=(cost.moved - cost.states - 1) * sum(sizes),
             written=(cost.states + 1) * sum(sizes),
-            seconds=sum(rate.seconds(cost.moved * number(nbytes)) for nbytes in sizes),
+            seconds=cost.moved * number(sum(sizes)) / rate.per_second
+            + rate.overhead * (updates_of(list(map(magnitude, sizes))) if together else len(sizes)),
             memory={kind: line[-1] for kind, line in memory.compositions.items() if line[-1]},
             host={kind: line[-1] for kind, line in memory.host.items() if line[-1]},
         )
+
+
+def are_updated_together(shards: Shards, ranks: int) -> bool:
+    """Whether an optimizer steps on many small shards at a time: on those of several ranks, none of which is on the
+    host."""
+    return ranks > 1 and not shards[1]
 
 
 def program_halves(program: Program, *, whole_step: bool = False) -> dict[str, fx.GraphModule]:
@@ -128,7 +143,7 @@ def program_memory(
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     on_device, on_host = trained_shards(program.context, program.trained, rank)
     of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
-    together = program.plan.world_size > 1 and not on_host
+    together = are_updated_together((on_device, on_host), program.plan.world_size)
     of_device = update_memory(on_device, optimizer, least=UPDATED_TOGETHER if together else 0)
     return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces, gloo=gloo)
 

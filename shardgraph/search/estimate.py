@@ -24,7 +24,7 @@ from typing import NamedTuple
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.group import Group
-from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.mesh import Mesh
 from shardgraph.plans.presets import BUCKET
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -168,7 +168,9 @@ class _Estimate:
         cost, device = optimizer_cost(self.optimizer), self.cluster.device
         rate = device.linked_host.optimizer if self._on_host else device.rate("optimizer")
         assert rate is not None
-        update = cost.moved * whole.parameters / self._sharded / rate.per_second + rate.overhead * whole.tensors
+        nbytes, alone = whole.parameters / self._sharded, self._on_host or self.layout.ranks == self.layout.stages
+        updates = whole.tensors if alone else min(whole.tensors, nbytes / UPDATED_TOGETHER + 1)
+        update = cost.moved * nbytes / rate.per_second + rate.overhead * updates
         if self.layout.stages == 1:
             return update
         return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)

@@ -22,7 +22,7 @@ from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_p
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
 from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend
-from shardgraph.report.step import program_halves, update_memory, update_rows
+from shardgraph.report.step import are_updated_together, program_halves, update_memory, update_rows
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes
 
@@ -199,14 +199,15 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         """The number of bytes on the present mesh; those of a parameter do not depend on the inputs."""
         return int(sizes.expression(size).subs({sizes.axes[axis]: ranks for axis, ranks in mesh}))
 
-    least = UPDATED_TOGETHER if first.plan.world_size > 1 and not on_host else 0
+    shards, ranks, device = (on_device, on_host), first.plan.world_size, question.machine.device
+    least = UPDATED_TOGETHER if are_updated_together(shards, ranks) else 0
     updates = (
         update_memory(on_device, question.optimizer, magnitude, least=least),
         update_memory(on_host, question.optimizer, magnitude),
     )
-    memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates, gloo=question.machine.device.is_cpu)
+    memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates, gloo=device.is_cpu)
     yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
-    yield from update_rows((on_device, on_host), question.optimizer, question.machine.device, memory, sizes.expression)
+    yield from update_rows(shards, question.optimizer, device, memory, ranks, sizes.expression, magnitude)
 
 
 def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
