@@ -5,7 +5,7 @@
 Each job is a model with a batch; its plans are compiled on the same ranks of one thread each, and run in turns, round
 after round, so that what else the machine does falls on all alike. A plan's time is the median of its rounds, each of
 which is the median of some steps of the slowest rank, per sample. Memory limits of some jobs rule plans out, by
-prediction.
+prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -101,16 +102,21 @@ PLANS = ("ddp", "zero2", "fsdp", "tp", "tp+sp")
 def on_rank(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
     """Seconds per sample of each plan of each job, by its name; ``auto`` is the automatic one."""
     torch.set_num_threads(1)
+    world = dist.get_world_size()
     found: dict[str, dict[str, float]] = {}
     for name in names:
         job = JOBS[name]
         torch.manual_seed(0)
         model, (args, kwargs) = job.model(), job.call()
         options: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "memory": job.memory}
-        modules = {}
-        for plan in ("auto", *PLANS):
+        # Every rank finds the same: the search is deterministic, and so are the prices of this machine.
+        automatic = shardgraph.plan(
+            model, args, example_kwargs=kwargs, devices=world, memory=job.memory, progress=False
+        )
+        modules: dict[str, shardgraph.ShardedModule] = {}
+        for plan, given in (("auto", automatic), *((name, name) for name in PLANS)):
             try:
-                modules[plan] = shardgraph.compile(copy.deepcopy(model), plan, progress=False, **options)
+                modules[plan] = shardgraph.compile(copy.deepcopy(model), given, progress=False, **options)
             except shardgraph.PlanError:
                 continue
         taken: dict[str, list[float]] = {plan: [] for plan in modules}
