@@ -428,6 +428,7 @@ shardgraph.launch(main)
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_well_while_its_watch_asks_the_store(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDING)
     assert run("run", tmp_path / "train.py").exit_code == 0

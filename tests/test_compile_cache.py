@@ -376,6 +376,7 @@ def test_after_a_hit_a_change_of_a_layer_that_was_not_traced_is_seen_at_the_next
     torch.testing.assert_close(sharded(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_decided_plan_is_remembered(captured, monkeypatch):
     decided, decide = [], search.answer
 

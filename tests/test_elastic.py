@@ -50,6 +50,7 @@ def test_a_job_goes_on_without_the_rank_that_failed(tmp_path, how):
     assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
 
 
+@pytest.mark.slow
 def test_a_rank_that_failed_is_back_after_the_next_checkpoint(tmp_path):
     done = run(tmp_path, 8, lambda: 3, {3: (4, 1, "kill")})
     # Step 3 is done again by the 2 ranks that are left, and step 4 ends with a checkpoint.
@@ -84,6 +85,7 @@ def test_one_step_is_done_again_where_each_is_saved_in_memory(tmp_path, ranks, p
     assert all(loss == pytest.approx(expected[step], rel=1e-5) for step, _, loss in done)
 
 
+@pytest.mark.slow
 def test_one_step_is_done_again_where_a_machine_is_lost_with_what_it_had_in_memory(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         done = run(tmp_path, 7, 3, {3: (6, 2, "kill")}, {3: "fsdp", 2: "zero2"}, f"{memory}/{{machine}}")

@@ -58,6 +58,7 @@ def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     assert outcome.finished == 2, outcome.output
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_late_one_at_a_save_do_not_wait_for_each_other() -> None:
     outcome = run(COMES_LATE)
     assert outcome.finished == 3, outcome.output

@@ -100,6 +100,7 @@ def test_a_value_that_is_asked_for_on_one_way_alone_is_told_with_its_line(caplog
     assert "if x.max() > -1" in caplog.text and "is False, and was not asked for before" in caplog.text
 
 
+@pytest.mark.slow
 def test_many_programs_for_shapes_alone_are_warned_of_once_with_what_to_do():
     sharded = compiled(nn.Linear(4, 4))
     with warnings.catch_warnings(record=True) as caught:

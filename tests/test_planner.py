@@ -191,6 +191,7 @@ def test_a_given_plan_says_that_it_was_not_chosen():
     assert "not chosen" in shardgraph.preset("fsdp", {"dp": 2}).explain()
 
 
+@pytest.mark.slow
 def test_without_a_plan_that_fits_the_error_says_what_takes_least_and_what_would_help():
     with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is") as error:
         chosen(1024)
