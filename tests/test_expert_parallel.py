@@ -146,6 +146,29 @@ def test_experts_of_each_stage_are_divided(plan):
     check(nn.Sequential(*(Layer() for _ in range(2))), ((torch.randn(8, 4, 6),), {}), plan, STAGES[plan])
 
 
+class Routed(nn.Module):
+    """Layers of experts, whose losses are part of the model's."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(layers))
+        self.experts = nn.ModuleList(MoE(16, 32, 4) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        balance = x.new_zeros(())
+        for norm, experts in zip(self.norms, self.experts, strict=True):
+            y, own = experts(norm(x))
+            x, balance = x + y, balance + own
+        return x.square().mean() + 0.01 * balance
+
+
+@pytest.mark.quick("pp+ep")
+@pytest.mark.parametrize("plan", ["pp", *STAGES])
+def test_tokens_of_microbatches_are_routed_as_those_of_the_whole_batch(plan):
+    torch.manual_seed(0)
+    check(Routed(), ((torch.randn(8, 6, 16),), {}), plan, STAGES.get(plan, {"pp": 2}))
+
+
 BETWEEN = {
     "dropout draws for the own batch": lambda self, hidden, tokens: nn.functional.dropout(hidden, 0.5),
     "a scale that all experts share": lambda self, hidden, tokens: hidden.relu() * self.scale,

@@ -164,9 +164,9 @@ def test_a_save_that_is_killed_at_any_point_leaves_the_last_good_checkpoint(case
 @pytest.mark.slow
 def test_a_rank_that_stops_while_it_saves_is_named_and_the_last_checkpoint_is_whole(tmp_path):
     with pytest.raises(shardgraph.LaunchError):
-        shardgraph.launch(saves.one_rank_is_killed, 2, args=(str(tmp_path / "run"), str(tmp_path / "told")), timeout=60)
+        shardgraph.launch(saves.one_rank_stops, 2, args=(str(tmp_path / "run"), str(tmp_path / "told")), timeout=300)
     seconds, _, told = (tmp_path / "told-0").read_text().partition(" ")
-    assert "rank 1 was killed by SIGKILL" in told and float(seconds) < 8
+    assert "rank 1 was stopped (SIGSTOP)" in told and float(seconds) < 15, told
     assert saves.Job("single").load(str(tmp_path / "run")).step == 1
 
 
