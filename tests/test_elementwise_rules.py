@@ -33,9 +33,19 @@ JOINED: Functions = {
     "stack": lambda x: torch.stack([x, 2 * x], 1).sum(1),
     "unbind": lambda x: torch.stack([part.tanh() for part in x.unbind(0)]),
     "index_add": lambda x: x.new_zeros(4, x.shape[1]).index_add(0, torch.arange(len(x)) % 4, x)[torch.arange(16) % 4],
+    "gather": lambda x: x.gather(0, _rows(x)),
+    "scatter": lambda x: x.scatter(0, _rows(x), x.tanh()),
+    "scatter_add": lambda x: x.scatter_add(0, _rows(x) % 5, x.tanh()),
     "interpolate": lambda x: F.interpolate(x.t()[None, :, None, :], scale_factor=2)[0, :, 0, ::2].t(),
     "eye": lambda x: torch.eye(16) @ x,
 }
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The rows in another order, for each column."""
+    return torch.arange(len(x)).flip(0).unsqueeze(1).expand(-1, x.shape[1])
+
+
 DRAWN: Functions = {
     "rand_like": lambda x: x * torch.rand_like(x),
     "randn_like": lambda x: x + torch.randn_like(x.t()).t(),

@@ -229,6 +229,34 @@ def index_put(operation: Operation) -> Iterator[Option]:
         yield Option((PARTIAL, *whole, PARTIAL), (PARTIAL,))
 
 
+@rule(aten.gather.default)
+def gather(operation: Operation) -> Iterator[Option]:
+    """Shards the other dimensions, or the indices; partial values are gathered term by term."""
+    values = operation.tensors[0]
+    dim = operation.node.args[1] % values.dim()
+    if values.is_floating_point():
+        yield Option((PARTIAL, REPLICATE), (PARTIAL,))
+    yield Option((REPLICATE, Shard(dim)), (Shard(dim),))
+    yield from _beside(operation, dim)
+
+
+@rule(aten.scatter.src, aten.scatter_add.default)
+def scatter(operation: Operation) -> Iterator[Option]:
+    """Shards the other dimensions; what is added may be partial, or of some of the indices."""
+    into, dim = operation.tensors[0], operation.node.args[1] % operation.tensors[0].dim()
+    if operation.node.target is aten.scatter_add.default and into.is_floating_point():
+        yield Option((PARTIAL, REPLICATE, PARTIAL), (PARTIAL,))
+        yield Option((PARTIAL, Shard(dim), Shard(dim)), (PARTIAL,))
+    yield from _beside(operation, dim)
+
+
+def _beside(operation: Operation, dim: int) -> Iterator[Option]:
+    """All tensors cut along another dimension than ``dim``, if they are alike there."""
+    for other in range(len(operation.result)):
+        if other != dim and len({tensor.shape[other] for tensor in operation.tensors}) == 1:
+            yield Option((Shard(other),) * len(operation.tensors), (Shard(other),))
+
+
 @rule(aten.copy.default, aten.fill.Tensor)
 def overwritten(operation: Operation) -> Iterator[Option]:
     """One tensor's elements overwrite those of another of its shape."""

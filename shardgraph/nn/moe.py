@@ -27,7 +27,7 @@ class MoE(nn.Module):
     4096 tokens, 64 experts, ``k=2``: 80 MiB in bf16 for each of two masks). The result is the same sum, since a row of
     a buffer holds at most one token, and no sum depends on an order that may change from run to run.
 
-    One tensor of [experts, groups * capacity, d_model] enters the experts and one leaves them, and the experts are
+    One tensor of [experts, capacity * groups, d_model] enters the experts and one leaves them, and the experts are
     ``bmm`` over dim 0 of their weights. With experts sharded on dim 0 and groups on different ranks, an all-to-all at
     each of these two tensors turns a shard of dim 1 into a shard of dim 0 or back. A rule for ``*.experts.*`` in a
     plan means all parameters with experts in dim 0 and no others.
@@ -85,42 +85,36 @@ class MoE(nn.Module):
             ShardGraphError: ``x`` has another number of dimensions or another width.
         """
         routing: Routing = self.gate(x)
-        buffers = (x.shape[0], self.gate.num_experts, self.gate.capacity(x.shape[1]), x.shape[2])
-        row = _rows(routing, buffers)
-        sent = _dispatch(x, row, routing.kept, buffers)
-        groups, experts, *_ = buffers
-        received = self.experts(sent.transpose(0, 1).flatten(1, 2)).view(experts, groups, *buffers[2:])
-        return _combine(received.transpose(0, 1), row, routing.weights), routing.aux_loss
+        groups, tokens, width = x.shape
+        experts, capacity = self.gate.num_experts, self.gate.capacity(tokens)
+        row = _rows(routing, capacity)
+        sent = _dispatch(x, row, routing.kept, experts * capacity)
+        received = self.experts(sent.view(experts, capacity * groups, width)).view(experts * capacity, groups, -1)
+        return _combine(received, row, routing.weights), routing.aux_loss
 
 
-def _rows(routing: Routing, buffers: tuple[int, int, int, int]) -> Tensor:
-    """[groups, k * tokens]: each choice's row of its group's experts * capacity; if dropped, the last of its expert."""
-    *_, capacity, _ = buffers
-    return (routing.experts * capacity + routing.positions.clamp_max(capacity - 1)).flatten(1, 2)
+def _rows(routing: Routing, capacity: int) -> Tensor:
+    """[k, tokens, groups]: each choice's row among those of all experts, ``capacity`` each; if dropped, the last of
+    its expert."""
+    return (routing.experts * capacity + routing.positions.clamp_max(capacity - 1)).permute(1, 2, 0)
 
 
-def _dispatch(x: Tensor, row: Tensor, kept: Tensor, buffers: tuple[int, int, int, int]) -> Tensor:
-    """Tokens in the buffers of their experts, [groups, experts, capacity, d_model]; unused rows are 0.
+def _dispatch(x: Tensor, row: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """Tokens in the buffers of their experts, [rows, groups, d_model]; unused rows are 0.
 
     Groups stay apart, as rows of a batch: a pipeline's microbatches have some of them.
     """
-    groups, experts, capacity, width = buffers
-    rows = experts * capacity
+    groups, _, width = x.shape
     # Dropped tokens go to an additional row, which is cut off, so the number of moved tokens is static.
-    place = torch.where(kept.flatten(1, 2), row, rows)
-    tokens = x.unsqueeze(1).expand(-1, kept.shape[1], -1, -1).flatten(1, 2)
-    filled = x.new_zeros(groups, rows + 1, width).scatter(1, _wide(place, width), tokens)
-    return filled[:, :rows].view(buffers)
+    place = torch.where(kept.permute(1, 2, 0), row, rows), torch.arange(groups, device=x.device)
+    tokens = x.transpose(0, 1).expand(len(row), -1, -1, -1)
+    return x.new_zeros(rows + 1, groups, width).index_put(place, tokens)[:rows]
 
 
 def _combine(received: Tensor, row: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of each token's experts, [groups, tokens, d_model]; dropped choices have weight 0."""
-    results = received.flatten(1, 2).gather(1, _wide(row, received.shape[-1])).view(*weights.shape, -1)
+    choices = row.flatten(0, 1).unsqueeze(-1).expand(-1, -1, received.shape[-1])
+    results = received.gather(0, choices).view(*row.shape, -1)
     # Contiguous, because torch's fake tensors predict other strides for products with permuted bfloat16.
-    weights = weights.to(results.dtype, memory_format=torch.contiguous_format)
-    return (results * weights.unsqueeze(-1)).sum(1)
-
-
-def _wide(row: Tensor, width: int) -> Tensor:
-    """The same row for each of ``width`` columns."""
-    return row.unsqueeze(-1).expand(-1, -1, width)
+    weights = weights.permute(1, 2, 0).to(results.dtype, memory_format=torch.contiguous_format)
+    return (results * weights.unsqueeze(-1)).sum(0).transpose(0, 1)
