@@ -210,4 +210,66 @@ def book_of_codes(run: Any) -> None:
         run.note(loss=loss)
 
 
-RESEARCH = (language, momentum_contrast, sharpness_aware, gradient_penalty, book_of_codes)
+class Adapted(nn.Module):
+    """The loss of a task after a step of the parameters for it, which is differentiated too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        values = dict(self.net.named_parameters())
+        slopes = torch.func.grad(lambda p: F.mse_loss(torch.func.functional_call(self.net, p, (x,)), y))(values)
+        stepped = {name: value - 0.1 * slopes[name] for name, value in values.items()}
+        return F.mse_loss(torch.func.functional_call(self.net, stepped, (other,)), target)
+
+
+def meta_learning(run: Any) -> None:
+    """Tasks, for each of which the model is adapted inside of its loss."""
+
+    def task(number: int) -> tuple[torch.Tensor, ...]:
+        return tuple(_batch(10 * number + part, 4, 6 if part % 2 == 0 else 1) for part in range(4))
+
+    model = run.compile(Adapted(), *task(0))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(3):
+        numbers = run.rows(torch.arange(4))
+        loss = sum(model(*task(10 * step + number)) for number in numbers.tolist()) / len(numbers)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        run.note(loss=loss)
+
+
+def _unit_norm(x: torch.Tensor) -> torch.Tensor:
+    return x.norm(2) if x.ndim <= 1 else x.norm(2, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+
+def adaptive_clipping(run: Any) -> None:
+    """Gradients are clipped in place, unit by unit, by the norms of the weights, as timm does it."""
+    layers = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    model = run.compile(layers, _batch(0, 8, 3, 6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss = model(run.rows(_batch(step, 8, 3, 6, 6))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            values, gradient = parameter.detach(), parameter.grad.detach()
+            most = _unit_norm(values).clamp_(min=1e-3).mul_(0.01)
+            norm = _unit_norm(gradient)
+            clipped = gradient * (most / norm.clamp(min=1e-6))
+            parameter.grad.detach().copy_(torch.where(norm < most, gradient, clipped))
+        optimizer.step()
+        run.note(loss=loss)
+
+
+RESEARCH = (
+    language,
+    momentum_contrast,
+    sharpness_aware,
+    gradient_penalty,
+    book_of_codes,
+    meta_learning,
+    adaptive_clipping,
+)

@@ -6,6 +6,7 @@ for parameters and buffers. The model itself is only read, and may run in other 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ from shardgraph.torch_api import FakeTensorMode, OutputType, Repeated, pytree
 
 _Result = tuple[ir.Role | None, Any]
 _OURS = (Traced.forward.__code__.co_filename, constrain.__file__, constraints.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def own_loss(output: Any) -> Any:
@@ -284,8 +286,13 @@ def _name_modules(gm: fx.GraphModule) -> None:
 
 
 def _in_model(path: str) -> str:
-    """The name in the user's model of a module by the tracer's name, which may go through dictionaries of modules."""
+    """The name in the user's model of a module by the tracer's name, which may go through dictionaries of modules.
+
+    Where :func:`torch.func.functional_call` is given a part of the model, the tracer writes ``getattr(..., '0')``.
+    """
     plain = re.sub(r"(?:\.__dict__)?(?:\['_modules'\]|\._modules)\['(\w+)'\]", r".\1", path)
+    while (by_name := re.sub(r"getattr\((.*), '([^']*)'\)", r"\1.\2", plain)) != plain:
+        plain = by_name
     return re.sub(r"^L\['self'\](\.model)?\.?", "", plain)
 
 
@@ -456,11 +463,13 @@ _INDEXED = {"PlainAOTInput": ir.Input, "PlainAOTOutput": ir.Output}
 
 
 def _source_line(node: fx.Node) -> str:
-    """``file:line`` of the user's code that made the node, else the module that did (torch.nn's own have no line)."""
+    """``file:line`` of the user's code that made the node, else of torch's, else the module that did (torch.nn's own
+    have no line)."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', STACK_TRACE.get(node) or "")
     frames = [frame for frame in frames if frame[0] not in _OURS]
     if frames:
-        return f"{frames[-1][0]}:{frames[-1][1]}"
+        file, line = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
+        return f"{file}:{line}"
     for path, kind in reversed(list((MODULES.get(node) or {}).values())):
         return f"module {path or 'root'}, {getattr(kind, '__name__', kind)}"
     return ""

@@ -159,6 +159,7 @@ class PipelinedModule(ShardedModule):
     def __deepcopy__(self, memo: Any) -> Any:
         made = super().__deepcopy__(memo)
         made._own(owners=self.owners, _written=dict(self._written))
+        made._programs.trained = self._programs.trained
         made._running.prepare(self.owners)
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 import warnings
 import weakref
@@ -15,7 +16,7 @@ from torch import nn
 from shardgraph import torch_api
 from shardgraph.capture.captures import Call
 from shardgraph.capture.numbers import input_key
-from shardgraph.errors import CaptureError, ShardGraphError
+from shardgraph.errors import CaptureError, RankMismatchError, ShardGraphError
 from shardgraph.garbage import collected_later
 from shardgraph.module.decided import Decided
 from shardgraph.module.numbers import Numbers
@@ -47,7 +48,8 @@ class Programs:
     """Programs by all that they depend on: the inputs of a call, the state of the model, and torch's own.
 
     Ranks compile by themselves, and switch together to programs that communicate anything else; see
-    :class:`~shardgraph.module.switches.Switches`.
+    :class:`~shardgraph.module.switches.Switches`. A rank of a pipeline may not see which parameters of other stages are
+    frozen, so there a program goes on to compute the gradients of all that were trained before.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Programs:
         self._model, self._state, self._agreement = model, state, agreement
         self._make, self._bind = _weakly(make), _weakly(bind)  # of what owns this
         self._name, self._progress = plan.name, progress
+        self.trained = state.layout.trained if plan.pipeline is not None else ()
         self._numbers, self._decided = Numbers(), Decided()
         self._recompiled = Recompiled(model, self._decided, padded)
         self.switches = Switches(plan, agreement)
@@ -74,6 +77,8 @@ class Programs:
         """Drop all programs."""
         self.kept.clear()
         self._latest = self.switches.agreed = None
+        if self.trained:
+            self.trained = self._state.layout.trained
 
     def moved(self) -> None:
         """The model's buffers have been sharded: programs from before are for these."""
@@ -141,9 +146,22 @@ class Programs:
         communication = switches.communication(keys, programs)
         if communication and communication != switches.agreed:
             if not announce(self._state, lambda: ("switch", communication)):
-                compiled = self._replaced(compiled, switches.agree(keys, programs, text))
+                try:
+                    compiled = self._replaced(compiled, switches.agree(keys, programs, text))
+                except RankMismatchError as error:
+                    raise self._unlike(error, keys[0]) from error
             switches.agreed = switches.communication(keys, [each.executor.program for each in compiled])
         return compiled
+
+    def _unlike(self, error: RankMismatchError, key: ProgramKey) -> RankMismatchError:
+        """The error that ranks differ, and what to do if this one trains more parameters of a pipeline than before."""
+        if not self.trained or self._latest is None or self._latest[0][0].trained == key.trained:
+            return error
+        return RankMismatchError(
+            f"{error}\nParameters require a gradient that did not when the model was compiled, and other ranks do not "
+            "see it, since named_parameters() of a pipeline has those of a rank's own stages: call requires_grad_() of "
+            "modules, on all ranks, or compile before anything is frozen"
+        )
 
     def _replaced(self, compiled: list[Compiled], programs: list[Program]) -> list[Compiled]:
         """The same with these programs in the places of theirs, also where they are kept."""
@@ -202,7 +220,7 @@ class Programs:
     @collected_later()
     def _compile(self, leaves: list[Any], spec: Any, loss_fn: Callable[..., Any] | None) -> Compiled:
         self._state.layout.look_up()
-        with Progress(self._name, STAGES + 1, self._progress) as show:
+        with Progress(self._name, STAGES + 1, self._progress) as show, self._state.layout.training(self._gradients()):
             program = self._build(leaves, spec, loss_fn, show)
         guards = program.joint.take_guards(self._model)
         self._state.layout.note(program.joint)
@@ -222,10 +240,17 @@ class Programs:
         """For each call, all that its program depends on."""
         layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         ambient = torch.is_grad_enabled(), autocast, torch.get_default_dtype(), torch_api.global_hooks()
-        state = layout.modes, layout.trained, *ambient, loss_fn is not None
+        state = layout.modes, self._gradients(), *ambient, loss_fn is not None
         inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
         keys = (ProgramKey(layout.buffers, spec, each, *state) for each in inputs)
         return [self._decided.completed(key, leaves) for key, leaves in zip(keys, calls, strict=True)]
+
+    def _gradients(self) -> tuple[bool, ...]:
+        """Whether programs compute a gradient of each parameter, in the order of ``parameters()``."""
+        trained = self._state.layout.trained
+        if self.trained:
+            trained = self.trained = tuple(map(operator.or_, self.trained, trained))
+        return trained
 
 
 def _weakly(method: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -138,6 +139,18 @@ class Layout:
     def trained(self) -> tuple[bool, ...]:
         """Whether each parameter requires a gradient, in the order of ``parameters()``."""
         return tuple(map(_trained, self._parameters))
+
+    @contextmanager
+    def training(self, trained: Iterable[bool]) -> Iterator[None]:
+        """Inside, these parameters require a gradient too, in the order of ``parameters()``."""
+        frozen = [each for each, wanted in zip(self._parameters, trained, strict=True) if wanted > each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_()
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

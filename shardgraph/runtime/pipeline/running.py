@@ -167,7 +167,8 @@ class RunningPipeline:
             if fqn in shared:
                 dist.all_reduce(totals[fqn], group=self._sharing[shared[fqn]])
         self._leave_out(totals, program)
-        self.state.add_gradients(totals)
+        layout = self.state.layout
+        self.state.add_gradients({fqn: each for fqn, each in totals.items() if layout.parameter(fqn).requires_grad})
 
     def _add_reduced(self, stage: RunningStage, totals: dict[str, torch.Tensor]) -> None:
         """Add the gradients of a stage to ``totals``, reduced; they are in memory of their own."""
