@@ -246,7 +246,7 @@ def _unit_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def adaptive_clipping(run: Any) -> None:
-    """Gradients are clipped in place, unit by unit, by the norms of the weights, as timm does it."""
+    """Gradients are clipped in place, unit by unit, by the norms of the weights, as timm does it but for ``clamp_``."""
     layers = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
     model = run.compile(layers, _batch(0, 8, 3, 6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -256,7 +256,7 @@ def adaptive_clipping(run: Any) -> None:
         loss.backward()
         for parameter in model.parameters():
             values, gradient = parameter.detach(), parameter.grad.detach()
-            most = _unit_norm(values).clamp_(min=1e-3).mul_(0.01)
+            most = _unit_norm(values).clamp(min=1e-3).mul_(0.01)
             norm = _unit_norm(gradient)
             clipped = gradient * (most / norm.clamp(min=1e-6))
             parameter.grad.detach().copy_(torch.where(norm < most, gradient, clipped))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import nn
@@ -71,11 +73,24 @@ class Functional(Of):
 class OfParameters(Of):
     """A step of the parameters inside of forward, and the loss after it."""
 
+    def slopes(self, values: dict[str, torch.Tensor], x: torch.Tensor) -> Iterable[torch.Tensor]:
+        return torch.autograd.grad(self.net(x).square().mean(), list(values.values()), create_graph=True)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = dict(self.net.named_parameters())
-        slopes = torch.autograd.grad(self.net(x).square().mean(), list(values.values()), create_graph=True)
+        slopes = self.slopes(values, x)
         stepped = {name: value - 0.1 * slope for (name, value), slope in zip(values.items(), slopes, strict=True)}
         return torch.func.functional_call(self.net, stepped, (x,)).square().mean()
+
+
+class FunctionalOfParameters(OfParameters):
+    """The same by :mod:`torch.func`, so that the model's modules are called with other values twice."""
+
+    def slopes(self, values: dict[str, torch.Tensor], x: torch.Tensor) -> Iterable[torch.Tensor]:
+        def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(self.net, values, (x,)).square().mean()
+
+        return torch.func.grad(loss)(values).values()
 
 
 KINDS = {Penalty: (X, Y), Forces: (X,), Equation: (X,), Saliency: (X,), Functional: (X,)}
@@ -91,12 +106,32 @@ def test_a_program_with_derivatives_in_forward_trains_as_the_original(kind, plan
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("fsdp")
-@pytest.mark.parametrize("plan", ["fsdp", "tp"])
-def test_a_step_inside_of_forward_is_differentiated(plan):
+STEPS = [OfParameters, FunctionalOfParameters]
+
+
+@pytest.mark.quick("OfParameters-fsdp", "FunctionalOfParameters-tp")
+@pytest.mark.parametrize("plan", ["fsdp", "tp", "fsdp+tp"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_inside_of_forward_is_differentiated(kind, plan):
     torch.manual_seed(0)
-    report = shardgraph.verify(OfParameters(), (X,), plan, mesh=MESHES[plan], steps=2, fp64=True)
+    report = shardgraph.verify(kind(), (X,), plan, mesh=MESHES[plan], steps=2, fp64=True)
     assert report.ok, str(report)
+
+
+class SlopeOfMean(Of):
+    """A slope for each row, of a mean over rows: it is smaller in a larger batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.net(at).mean(), at, create_graph=True)
+        return (self.net(x) + slope).square().mean()
+
+
+@pytest.mark.parametrize("kind", [*STEPS, SlopeOfMean])
+def test_a_mean_over_the_batch_inside_of_a_derivative_is_refused_in_a_pipeline_by_its_line(kind):
+    refused = r"(rows of a batch are not computed apart|does not follow from those of its microbatches)"
+    with pytest.raises(shardgraph.ShardGraphError, match=rf"{refused}: at .*test_derivatives\.py:\d+ "):
+        shardgraph.verify(kind(), (X,), "pp", mesh=MESHES["pp"])
 
 
 def test_backward_in_forward_is_refused_with_what_works():

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardgraph
 from shardgraph.capture.capture import capture
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.proof.microbatches import Rows, rows_of
 from tests.test_proof import captured
 
@@ -134,6 +135,22 @@ def test_bags_that_begin_at_offsets_are_refused_and_those_in_rows_are_not():
     with pytest.raises(ShardGraphError, match=r"where bags begin among the indices.*a row for each bag"):
         offsets.raise_if_mixed()
     found(None, torch.arange(8).view(4, 2)).raise_if_mixed()
+
+
+def test_an_input_whose_rows_are_not_first_is_named_where_forward_takes_a_microbatch_with_the_whole_of_it():
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.EmbeddingBag(9, 4, mode="sum") for _ in range(3))
+            self.layer = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor, offsets: Tensor, indices: Tensor) -> Tensor:
+            bags = [table(indices[k], offsets[k]) for k, table in enumerate(self.tables)]
+            return torch.cat([self.layer(x), *bags], 1)
+
+    call = torch.randn(8, 5), torch.arange(0, 16, 2).repeat(3, 1), torch.randint(9, (3, 16))
+    with pytest.raises(CaptureError, match=r"microbatch, of 2 rows, and an input of shape \[3, 8\] that is not cut"):
+        shardgraph.verify(Tables(), call, "pp", mesh={"pp": 2})
 
 
 def test_an_operation_of_which_it_is_not_known_is_named_with_its_line():

@@ -33,9 +33,10 @@ def test_a_program_gives_the_numbers_of_the_plain_one(plan, program):
         assert unlike == []
 
 
-def test_a_loss_with_a_parameter_and_a_hook_without_a_gradient_are_refused():
+def test_a_loss_with_a_parameter_a_norm_that_is_written_to_and_a_hook_without_a_gradient_are_refused():
     for said in on_ranks(whole_programs.refused_after_forward, 2):
         assert "penalty.backward()" in said["loss"]
+        assert "take the result of clamp() instead of clamp_()" in said["norm"]
         assert "register_post_accumulate_grad_hook" in said["hook"]
 
 

@@ -409,11 +409,13 @@ def _refusal(of: Any) -> str:
 
 
 def refused_after_forward() -> dict[str, str]:
-    """What is said of a loss that takes a parameter along, and of a hook that would be called without a gradient."""
+    """What is said of a loss that takes a parameter along, of a norm of a shard that is written to, and of a hook that
+    would be called without a gradient."""
     torch.manual_seed(0)
     model: Any = shardgraph.compile(nn.Sequential(nn.Linear(6, 1), nn.Flatten(0), nn.LogSoftmax(0)), "fsdp")
     x = torch.randn(4, 6)
     said = {"loss": _refusal(lambda: (model(x)[0] + model[0].weight.norm()).backward())}
+    said["norm"] = _refusal(lambda: model[0].bias.detach().norm().clamp_(min=1e-3))
     model[0].weight.register_hook(lambda gradient: gradient * 2)
     with model.no_sync():
         said["hook"] = _refusal(lambda: model(x)[0].backward())

@@ -13,6 +13,7 @@ from torch import nn
 from shardgraph.capture.numbers import input_key
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.remembered import remembered
+from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.plan import Plan
@@ -40,6 +41,14 @@ class Call:
     def batch(self) -> int:
         """Rows of the first input tensor; 0 without one."""
         return 0 if self._first is None else self._first.shape[0]
+
+    def uncut(self, parts: int) -> list[list[int]]:
+        """Shapes of inputs that are whole in this call of a microbatch, one of ``parts``, and may have the batch's rows
+        elsewhere than in their first dimension."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+        rows = range((self.batch - 1) * parts + 1, (self.batch + 1) * parts)
+        return [shape for shape in shapes if shape[0] != self.batch and {*shape[1:]} & {*rows}]
 
     @property
     def sequence(self) -> int:
@@ -90,8 +99,18 @@ class Captures:
         for joint in joints:
             if all(condition.of(leaves) == condition.value for condition in joint.conditions):
                 return joint
-        with torch.set_grad_enabled(call.training):
-            joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
+        try:
+            with torch.set_grad_enabled(call.training):
+                joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
+        except CaptureError as error:
+            if plan.pipeline is None or not (shapes := call.uncut(plan.pipeline.parts)):
+                raise
+            raise CaptureError(
+                f"{error}\n  it was called with a microbatch, of {call.batch} rows, and an input of shape {shapes[0]} "
+                "that is not cut: those are whose first dimension has the batch's rows. Give this one rows first (for "
+                "offsets of an EmbeddingBag give indices as a matrix, with a row for each bag), or train without a "
+                "pipeline"
+            ) from error
         return joints[-1]
 
     def take(self, call: Call, plan: Plan) -> JointGraph:

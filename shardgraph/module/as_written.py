@@ -184,9 +184,17 @@ class _ByThemselves(TorchFunctionMode):
 
 def _explained(error: RuntimeError) -> Exception:
     """What is raised where torch does not have an operation for shards."""
-    return ShardOperationError(f"{ON_SHARDS} ({str(error).partition(chr(10))[0]})")
+    told = str(error).partition("\n")[0]
+    if (summand := _IN_SUMMANDS.search(told)) is None:
+        return ShardOperationError(f"{ON_SHARDS} ({told})")
+    name = summand[1]
+    return ShardOperationError(
+        f"a norm, mean or sum of a shard is only part of the whole one's, of which torch makes the whole where it is "
+        f"used, not where it is written to: take the result of {name}() instead of {name}_() ({told})"
+    )
 
 
+_IN_SUMMANDS = re.compile(r"(\w+)_\.\w+: in-place operations that require placement changes.*Partial")
 _WRITING = re.compile(r"[^_]_$|^__(set|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor))__$|^backward$")
 
 

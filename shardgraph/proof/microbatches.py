@@ -36,6 +36,12 @@ _BY_MICROBATCH = {
 }
 """What is documented to be computed for each microbatch as for a batch, or is the same either way."""
 
+_OF_SHAPES = {
+    each.default
+    for each in (aten.ones_like, aten.zeros_like, aten.full_like, aten.new_ones, aten.new_zeros, aten.new_full)
+}
+"""What does not depend on the values of its operand: derivatives of a number begin with a 1 that is made so."""
+
 _BAGS = {aten._embedding_bag.default, aten._embedding_bag_forward_only.default}
 
 
@@ -136,6 +142,8 @@ class _RowTyping(Typing):
                 return None
             operands = {each: known[each] for each in node.all_input_nodes}
             rows = any(_on_rows(held) for held in operands.values())
+            if _is_number(node) and node.target in _OF_SHAPES:
+                return self._same(node)
             if _is_number(node) or (not rows and self.numbers & set(operands)):
                 self._reduce(node, operands)
                 return None if node in self.numbers or None in operands.values() else self._same(node)
