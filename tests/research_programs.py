@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -123,9 +125,10 @@ class Sharpness(torch.optim.SGD):
     """Steps by the gradient of a point that is uphill, by the norm of all gradients (sharpness-aware)."""
 
     @torch.no_grad()
-    def climb(self) -> None:
+    def climb(self, norm: torch.Tensor | None = None) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in parameters]), p=2)
+        if norm is None:
+            norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in parameters]), p=2)
         for p in parameters:
             self.state[p]["before"] = p.clone()
             p.add_(p.grad * (0.5 / (norm + 1e-12)))
@@ -140,7 +143,7 @@ class Sharpness(torch.optim.SGD):
         self.zero_grad()
 
 
-def sharpness_aware(run: Any) -> None:
+def sharpness_aware(run: Any, norm: Callable[[Any], torch.Tensor | None] = lambda model: None) -> None:
     """Two passes for each step, with the norm of all gradients between."""
     layers = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 1))
     model = run.compile(layers, _batch(0, 8, 6))
@@ -149,10 +152,15 @@ def sharpness_aware(run: Any) -> None:
         x = run.rows(_batch(step, 8, 6))
         loss = model(x).square().mean()
         loss.backward()
-        optimizer.climb()
+        optimizer.climb(norm(model))
         model(x).square().mean().backward()
         optimizer.descend()
         run.note(loss=loss)
+
+
+def sharpness_aware_of_all_ranks(run: Any) -> None:
+    """The same where the norm is asked of the module, since a rank of a pipeline has the gradients of its stages."""
+    sharpness_aware(run, lambda model: model.clip_grad_norm_(math.inf) if hasattr(model, "clip_grad_norm_") else None)
 
 
 class Critic(nn.Module):
@@ -268,6 +276,7 @@ RESEARCH = (
     language,
     momentum_contrast,
     sharpness_aware,
+    sharpness_aware_of_all_ranks,
     gradient_penalty,
     book_of_codes,
     meta_learning,
