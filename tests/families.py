@@ -71,7 +71,6 @@ _ROWS = 8
 
 _NEEDED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # of two layers
-    "efficientnet": {"initializer_range": 0.1},  # with its own, epsilons of norms leave gradients of 1e-20 at the start
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},  # it has no default
     "xmod": {"default_language": "en_XX", "languages": ("en_XX", "de_DE", "fr_XX")},  # likewise
 }

@@ -115,7 +115,7 @@ def test_models_of_transformers_keep_documents_apart_by_positions(plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp+sp", "cp"])
+@pytest.mark.parametrize("plan", ["tp+sp", "cp", "fsdp+cp", "fsdp+tp"])
 def test_batches_of_a_flattening_collator_keep_documents_apart(plan):
     ids = call(POSITIONS)["ids"][:1]
     offsets = torch.tensor([0, 3, 8, 16], dtype=torch.int32)

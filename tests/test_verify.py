@@ -112,20 +112,26 @@ class Normalized(torch.nn.Module):
         return self.norm(self.second(self.first(x).tanh()))
 
 
-@pytest.mark.parametrize("norm", ["layer", "batch"])
-@pytest.mark.parametrize("name", ["first.weight", "second.weight", "norm.weight"])
-def test_one_gradient_that_is_too_large_is_caught_whatever_norm_comes_after(monkeypatch, name, norm):
+def _with_gradient_times(name, factor):
+    """A change that makes one gradient ``factor`` times as large."""
+
     def change(_forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         results = ir.outputs(backward)
         gradient = dict(results)[ir.Gradient(ir.Parameter(name))]
         with backward.graph.inserting_before(backward.graph.output_node()):
-            wrong = backward.graph.call_function(torch.ops.aten.mul.Tensor, (gradient, 4))
+            wrong = backward.graph.call_function(torch.ops.aten.mul.Tensor, (gradient, factor))
         wrong.meta["val"] = gradient.meta["val"]
         ir.set_outputs(backward, [(role, wrong if value is gradient else value) for role, value in results])
 
+    return change
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize("name", ["first.weight", "second.weight", "norm.weight"])
+def test_one_gradient_that_is_too_large_is_caught_whatever_norm_comes_after(monkeypatch, name, norm):
     model, inputs = Normalized(norm), (torch.randn(6, 8),)
     assert shardgraph.verify(model, inputs, "ddp").ok
-    _tampered(monkeypatch, change)
+    _tampered(monkeypatch, _with_gradient_times(name, 4))
     report = shardgraph.verify(model, inputs, "ddp")
     assert not report.ok and report.worst[0] == f"gradient of {name} at step 0"
 
@@ -149,16 +155,39 @@ def test_what_was_not_compared_is_said_and_too_little_is_not_enough():
     class Hidden(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.loud, self.quiet, self.unused = (torch.nn.Linear(8, 8) for _ in range(3))
-            self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+            self.loud, self.unused = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8)
+            self.quiet, self.frozen = torch.nn.Parameter(torch.zeros(8)), torch.nn.Linear(8, 8).requires_grad_(False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.frozen(self.loud(x) + self.quiet(x) * 1e-10)
+            y = self.loud(x) + self.quiet * 1e6  # whose mean is taken off again: of its gradient rounding is left
+            return self.frozen(y - y.mean(0))
 
-    report = shardgraph.verify(Hidden(), (torch.randn(4, 8),), "fsdp")
+    torch.manual_seed(0)
+    report = shardgraph.verify(Hidden(), (torch.randn(14, 8),), "fsdp", fp64=True)
     assert not report.ok and report.worst[1] < report.tolerance
-    assert "NOT SHOWN EQUAL" in str(report) and "too small to be: quiet.weight and quiet.bias" in str(report)
+    assert "NOT SHOWN EQUAL" in str(report) and "too small to be: quiet" in str(report)
     assert "does not reach unused.weight" in str(report) and "frozen: frozen.weight" in str(report)
+
+
+class Quiet(torch.nn.Module):
+    """Most parameters have gradients that are small and no rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loud, self.quiet = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loud(x) + self.quiet(x.tanh()) * 1e-20
+
+
+def test_small_gradients_that_are_no_rounding_are_compared_by_their_own_sizes(monkeypatch):
+    torch.manual_seed(0)
+    model, inputs = Quiet(), (torch.randn(14, 8),)
+    report = shardgraph.verify(model, inputs, "fsdp")
+    assert report.ok and report.coverage.share == 1, str(report)
+    _tampered(monkeypatch, _with_gradient_times("quiet.weight", 1.0001))
+    report = shardgraph.verify(model, inputs, "fsdp")
+    assert not report.ok and report.worst[0] == "gradient of quiet.weight at step 0", str(report)
 
 
 @pytest.mark.parametrize("plan", ["tp", "fsdp+tp"])

@@ -18,6 +18,7 @@ from shardgraph.capture.synchronized import synchronized_batch_norms
 from shardgraph.checks.all_rows import joined, rows_of_rank
 from shardgraph.checks.bisect import Divergence, first_divergence, relative_error, shards_of
 from shardgraph.checks.coverage import Coverage
+from shardgraph.checks.last_digits import moved_by_a_digit
 from shardgraph.checks.scaled_products import scaled_products
 from shardgraph.checks.shortened_rows import shorten_shards
 from shardgraph.checks.step import LockstepStep, Values
@@ -34,6 +35,8 @@ from shardgraph.torch_api import pytree
 # A gradient below this fraction of the model's largest one, or below the resolution of a coarse dtype, is rounding
 # error, which Adam amplifies into noise.
 _NOISE = 1e-5
+_FEW = 0.01  # of the elements of parameters: more whose gradients are small are compared by sizes of their own
+_OTHER_ORDER = 1e3  # how much more than moved weights a program's order of operations may change a gradient
 _CPU = torch.device("cpu")
 
 Tensors = dict[str, torch.Tensor]
@@ -149,7 +152,33 @@ class Comparison:
         for fqn in written[0]:
             errors = (relative_error(values[fqn], self.buffers[fqn], floor) for values in written)
             self.errors[f"buffer {fqn} after step {step}"] = max(errors)
-        self._compare_gradients(step, gradients)
+        self._compare_gradients(step, gradients, self._rounding_of_small(step, buffers))
+
+    def _rounding_of_small(self, step: int, buffers: Tensors) -> Mapping[str, float]:
+        """How far small gradients move with the last digits of weights, if there are too many to pass them over.
+
+        What moves far less than it is large is small and no rounding, as behind a layer that hardly lets anything pass.
+        """
+        gradients = {n: p.grad for n, p in self.original.named_parameters() if p.grad is not None}
+        seen = self._seen * _largest(list(gradients.values()))
+        small = [name for name, gradient in gradients.items() if 0 < _largest([gradient]) <= seen]
+        few = _FEW * sum(gradient.numel() for gradient in gradients.values())
+        if self.rounds or sum(gradients[name].numel() for name in small) <= few:
+            return {}
+        after, written, self.buffers = self.after, self.buffers, dict(buffers)
+        self.original.zero_grad()
+        with moved_by_a_digit(self.original.parameters()):
+            self._reference(step)
+        self.after, self.buffers = after, written
+        moved = {name: p.grad for name, p in self.original.named_parameters() if p.grad is not None}
+        for name, parameter in self.original.named_parameters():
+            parameter.grad = gradients.get(name)
+        return {name: _largest([moved[name] - gradients[name]]) for name in small if name in moved}
+
+    @property
+    def _seen(self) -> float:
+        """The size of a gradient of which an error of its own size shows, relative to the largest one."""
+        return self.limit * 1e-3
 
     def _check_finite(self, step: int) -> None:
         for fqn, parameter in self.original.named_parameters():
@@ -182,7 +211,7 @@ class Comparison:
             return []
         return [pair for part in parts for pair in self._pairs(*part)]
 
-    def _compare_gradients(self, step: int, gradients: list[Tensors]) -> None:
+    def _compare_gradients(self, step: int, gradients: list[Tensors], rounding: Mapping[str, float]) -> None:
         largest = _largest([p.grad for p in self.original.parameters() if p.grad is not None])
         for fqn, parameter in self.original.named_parameters():
             shards = [mine.get(fqn) for mine in gradients]
@@ -193,12 +222,14 @@ class Comparison:
             if parameter.grad is None or len(there) < len(shards):
                 self.errors[name] = math.inf if parameter.grad is not None or there else 0.0
                 continue
-            self.errors[name] = self._error(fqn, there, parameter.grad, floor=1e-3 * largest)
+            own = _largest([parameter.grad])
+            by_itself = rounding.get(fqn, math.inf) * _OTHER_ORDER < self.limit * own
+            self.errors[name] = self._error(fqn, there, parameter.grad, floor=0.0 if by_itself else 1e-3 * largest)
             if self.rounds:
                 noise = parameter.grad.abs() < max(_NOISE, self.rounding) * largest
                 self.noise[fqn] = self.noise.get(fqn, noise) | noise
-            shows = _largest([parameter.grad]) > self.limit * 1e-3 * largest  # an error of its own size
-            if fqn in self.shown or shows or _largest([parameter.grad]) > self._zero * largest:
+            shows = by_itself or own > self._seen * largest
+            if fqn in self.shown or shows or own > self._zero * largest:
                 self.shown[fqn] = self.shown.get(fqn, False) or shows
             for mine, shard in zip(self.shards, there, strict=True):
                 mine[fqn].grad = shard.clone()
