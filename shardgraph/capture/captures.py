@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,13 +43,17 @@ class Call:
         """Rows of the first input tensor; 0 without one."""
         return 0 if self._first is None else self._first.shape[0]
 
-    def uncut(self, parts: int) -> list[list[int]]:
-        """Shapes of inputs that are whole in this call of a microbatch, one of ``parts``, and may have the batch's rows
-        elsewhere than in their first dimension."""
+    def maybe_uncut(self, parts: int) -> list[list[int]]:
+        """Shapes of inputs that may have all rows of a batch elsewhere than in their first dimension, where this is the
+        call of a microbatch, one of ``parts``; surer ones first."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
-        rows = range((self.batch - 1) * parts + 1, (self.batch + 1) * parts)
-        return [shape for shape in shapes if shape[0] != self.batch and {*shape[1:]} & {*rows}]
+
+        def off(shape: list[int]) -> int:  # a microbatch may have a row more or less than others
+            return min(abs(size - self.batch * parts) for size in shape[1:])
+
+        maybe = [shape for shape in shapes if off(shape) < parts]
+        return sorted(maybe, key=lambda shape: (shape[0] == self.batch, off(shape)))
 
     @property
     def sequence(self) -> int:
@@ -103,13 +108,14 @@ class Captures:
             with torch.set_grad_enabled(call.training):
                 joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
         except CaptureError as error:
-            if plan.pipeline is None or not (shapes := call.uncut(plan.pipeline.parts)):
+            shapes = [] if plan.pipeline is None else call.maybe_uncut(plan.pipeline.parts)
+            if not shapes or not re.search(r"\bsizes?\b|\bshapes?\b", str(error), re.IGNORECASE):
                 raise
             raise CaptureError(
-                f"{error}\n  it was called with a microbatch, of {call.batch} rows, and an input of shape {shapes[0]} "
-                "that is not cut: those are whose first dimension has the batch's rows. Give this one rows first (for "
-                "offsets of an EmbeddingBag give indices as a matrix, with a row for each bag), or train without a "
-                "pipeline"
+                f"{error}\n  it was called with a microbatch, of {call.batch} rows, and with the whole of inputs whose "
+                f"first dimension has not the batch's rows, as one of shape {shapes[0]} may be: give that one rows "
+                "first (for offsets of an EmbeddingBag give indices as a matrix, with a row for each bag), or train "
+                "without a pipeline"
             ) from error
         return joints[-1]
 

@@ -159,11 +159,12 @@ class Comparison:
 
         What moves far less than it is large is small and no rounding, as behind a layer that hardly lets anything pass.
         """
-        gradients = {n: p.grad for n, p in self.original.named_parameters() if p.grad is not None}
-        seen = self._seen * _largest(list(gradients.values()))
+        if self.rounds:
+            return {}
+        gradients = {name: p.grad for name, p in self.original.named_parameters() if p.grad is not None}
+        seen = self._seen * _largest([*gradients.values()])
         small = [name for name, gradient in gradients.items() if 0 < _largest([gradient]) <= seen]
-        few = _FEW * sum(gradient.numel() for gradient in gradients.values())
-        if self.rounds or sum(gradients[name].numel() for name in small) <= few:
+        if sum(gradients[name].numel() for name in small) <= _FEW * sum(each.numel() for each in gradients.values()):
             return {}
         after, written, self.buffers = self.after, self.buffers, dict(buffers)
         self.original.zero_grad()
