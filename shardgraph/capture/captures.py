@@ -52,7 +52,7 @@ class Call:
         def off(shape: list[int]) -> int:  # a microbatch may have a row more or less than others
             return min(abs(size - self.batch * parts) for size in shape[1:])
 
-        maybe = [shape for shape in shapes if off(shape) < parts]
+        maybe = [shape for shape in shapes if off(shape) < parts and parts > 1]
         return sorted(maybe, key=lambda shape: (shape[0] == self.batch, off(shape)))
 
     @property
