@@ -253,7 +253,8 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = FakeTensorMode()
     fake_args, fake_kwargs = _fake_inputs(mode, args, kwargs, device)
     private = _stand_in(model, mode, device, {})
-    with same_kernels(), rewritten(model), torch_api.as_written(), mode, torch.no_grad():
+    derivatives = torch.enable_grad()  # that forward computes
+    with same_kernels(), rewritten(model), torch_api.as_written(), mode, derivatives:
         return private(*fake_args, **fake_kwargs)
 
 
