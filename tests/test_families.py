@@ -9,6 +9,8 @@ from torch import nn
 import shardgraph
 from tests import families
 
+pytestmark = pytest.mark.usefixtures("shared_captures")  # what a family is traced to does not depend on the plan
+
 PLANS = {"fsdp": {"dp": 2}, "ddp": {"dp": 2}, "tp": {"tp": 2}, "fsdp+tp": {"dp": 2, "tp": 2}, "pp": {"pp": 2}}
 
 UNBUILT = {
