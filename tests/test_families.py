@@ -38,6 +38,7 @@ def test_a_family_is_captured_and_planned(family, plan):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # efficientnet has 64 million parameters
 @pytest.mark.parametrize("plan", ["fsdp", "tp"])
 @pytest.mark.parametrize("family", sorted({*families.sample()} - {*UNBUILT}))
 def test_a_family_trains_like_the_unsharded_model(family, plan):
