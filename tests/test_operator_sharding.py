@@ -389,3 +389,29 @@ def test_a_mesh_that_does_not_suit_is_refused(name, mesh, message):
 def test_without_example_inputs_placements_cannot_be_found():
     with pytest.raises(ShardGraphError, match="give example_inputs"):
         shardgraph.launch(ranks.compile_without_inputs, 2, args=("tp",), timeout=60)
+
+
+class ByKeys(nn.Module):
+    """Modules under keys that are patterns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(
+            {"a[0]": nn.Linear(16, 64), "a[01]?": nn.Linear(64, 16), "b*": nn.Linear(16, 16), "b1": nn.Linear(16, 16)}
+        )
+        shardgraph.annotate(self.parts["b*"], {"": shardgraph.recompute()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part(x).relu()
+        return x.square().mean()
+
+
+def test_a_name_that_is_a_pattern_stands_for_itself():
+    report = shardgraph.verify(ByKeys(), torch.randn(8, 16), "tp", recompute="selective")
+    assert report.ok, str(report)
+    plan = shardgraph.analyze(ByKeys(), torch.randn(8, 16), "tp", mesh={"tp": 2}, cluster="H100").plan
+    shapes = {name: parameter.shape for name, parameter in ByKeys().named_parameters()}
+    again = Plan.from_yaml(plan.to_yaml())
+    assert again.resolve(shapes) == plan.resolve(shapes)
+    assert len({plan.resolve(shapes)[f"parts.{key}.weight"].placements for key in ("a[0]", "a[01]?")}) == 2

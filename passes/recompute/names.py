@@ -6,6 +6,7 @@ A rule is a module name pattern and the names of operations in those modules:
 
 from __future__ import annotations
 
+import glob
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -66,7 +67,7 @@ def rules_for(chosen: Collection[fx.Node], names: Mapping[fx.Node, Name]) -> tup
     for (before, after, name), layers in layers_of.items():
         full = layers == every[before, after, name.partition(".")[0]]
         for wildcard in ["*"] if full and layers != {""} else wildcards(layers):
-            rules[before + wildcard + after].append(name)
+            rules[glob.escape(before) + wildcard + glob.escape(after)].append(name)
     return tuple((pattern, tuple(names)) for pattern, names in rules.items())
 
 

@@ -14,6 +14,7 @@ gathered.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import hashlib
 import math
 from collections import defaultdict
@@ -126,9 +127,10 @@ def _rules_for(gm: fx.GraphModule, placements: Placements, chosen: Mapping[fx.No
     rules: dict[str, str] = {}
     for node, name in names.items():
         if chosen[node] != _following(node, placements, chosen):
-            rules[pattern_of(name) if len(alike[pattern_of(name)]) == 1 else name] = texts[name]
+            alone = glob.escape(name)  # keys of an nn.ModuleDict may be any text
+            rules[pattern_of(alone) if len(alike[pattern_of(name)]) == 1 else alone] = texts[name]
     matches = _last_matches(rules.items(), texts)
-    wrong = {name: texts[name] for name, (_, text) in matches.items() if text != texts[name]}
+    wrong = {glob.escape(name): texts[name] for name, (_, text) in matches.items() if text != texts[name]}
     return (*rules.items(), *wrong.items())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import math
 import re
 from collections import Counter, defaultdict
@@ -138,13 +139,14 @@ def in_patterns(entries: Mapping[str, ParameterPlan]) -> tuple[tuple[str, Parame
     if not entries:
         return ()
     common, _ = Counter(entries.values()).most_common(1)[0]
-    of_layers = {fqn: re.sub(r"(?<=\.)\d+(?=\.)", "*", fqn) for fqn in entries}
+    alone = {fqn: glob.escape(fqn) for fqn in entries}  # keys of an nn.ModuleDict may be any text
+    of_layers = {fqn: re.sub(r"(?<=\.)\d+(?=\.)", "*", pattern) for fqn, pattern in alone.items()}
     together = defaultdict(set)
     for fqn, entry in entries.items():
         together[of_layers[fqn]].add(entry)
     patterns = {"*": common}
     for fqn, entry in entries.items():
         if entry != common:
-            patterns[of_layers[fqn] if len(together[of_layers[fqn]]) == 1 else fqn] = entry
+            patterns[of_layers[fqn] if len(together[of_layers[fqn]]) == 1 else alone[fqn]] = entry
     plan_of = {fqn: entry for pattern, entry in patterns.items() for fqn in fnmatch.filter(entries, pattern)}
-    return (*patterns.items(), *(item for item in entries.items() if plan_of[item[0]] != item[1]))
+    return (*patterns.items(), *((alone[fqn], entry) for fqn, entry in entries.items() if plan_of[fqn] != entry))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import glob
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -48,7 +49,7 @@ def inside(module: str, pattern: str) -> str:
         return pattern
     if pattern.startswith("re:"):
         return rf"re:{re.escape(module)}(?:\.|(?!.))(?:{pattern.removeprefix('re:')})"  # (?!.): the module itself
-    return f"{module}.{pattern}" if pattern else module
+    return f"{glob.escape(module)}.{pattern}" if pattern else glob.escape(module)
 
 
 def annotations_by_name(
