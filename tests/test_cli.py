@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,14 +109,82 @@ def test_a_traceback_is_shown_on_request() -> None:
     assert done.exit_code == 2 and "Traceback" in done.stderr and "PlanError" in done.stderr
 
 
-def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
+
+def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardgraph.plans.plan.Plan.load", interrupted)
     done = run("explain", "plan.yaml")
     assert done.exit_code == 130 and done.output == ""
     assert main(["explain", "plan.yaml"]) == 130
+
+
+def files_of(folder: Path) -> dict[str, bytes | None]:
+    """What is in a folder, by its path: the bytes of files."""
+    return {str(each): each.read_bytes() if each.is_file() else None for each in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("moment", ["cli.model.job_of", "capture.export._trace", "passes.lowering.run_on_graphs"])
+@pytest.mark.parametrize("command", ["compare", "emit"])
+def test_an_interrupt_amid_any_work_ends_quietly_and_leaves_nothing(
+    command: str, moment: str, plan_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = [f"{HERE}:mlp", "--cluster", "H100"]
+    words = {"compare": [plan_file, plan_file, "--model", *job], "emit": [*job, "-o", plan_file.parent / "program"]}
+    before = files_of(plan_file.parent)
+    monkeypatch.setattr(f"shardgraph.{moment}", interrupted)
+    done = run(command, *words[command])
+    assert (done.exit_code, done.output) == (130, "") and files_of(plan_file.parent) == before
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_interrupt_while_a_program_is_written_leaves_the_folder_as_it_was(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "program"
+    job = ["emit", f"{HERE}:mlp", "--mesh", "dp=2", "--cluster", "H100", "-o", folder]
+    if there:
+        folder.mkdir(parents=True)
+        (folder / "program.py").write_text("mine")
+    before = files_of(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.save", interrupted)
+        done = run(*job)
+    assert (done.exit_code, done.output) == (130, "") and files_of(tmp_path) == before
+    assert run(*job).exit_code == 0
+    assert {each.name for each in folder.iterdir()} == {"program.py", "batch.pt", "weights.pt"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", ["compare", "emit"])
+def test_an_interrupt_at_any_moment_of_a_process_ends_it_quietly_and_leaves_nothing(
+    command: str, plan_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    job = [f"{HERE}:mlp", "--cluster", "H100"]
+    words = {"compare": [plan_file, plan_file, "--model", *job], "emit": [*job, "-o", plan_file.parent / "program"]}
+    line = [sys.executable, "-m", "shardgraph", command, *words[command]]
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heeded}
+    options["env"] = {**os.environ, "TMPDIR": str(temporary)}
+    before, began = files_of(plan_file.parent), time.monotonic()
+    subprocess.run(line, check=True, **options)
+    whole = time.monotonic() - began
+    shutil.rmtree(plan_file.parent / "program", ignore_errors=True)
+    ended = []
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        with subprocess.Popen(line, start_new_session=True, **options) as running:
+            time.sleep(share * whole)
+            os.killpg(running.pid, signal.SIGINT)
+            out, err = running.communicate(timeout=60)
+        ended.append(running.returncode)
+        if running.returncode:
+            assert (running.returncode, out, err) == (130, "", ""), share
+            assert files_of(plan_file.parent) == before
+        shutil.rmtree(plan_file.parent / "program", ignore_errors=True)
+    assert 130 in ended and files_of(temporary) == {}
 
 
 def test_an_interrupt_amid_a_trace_ends_without_the_traceback_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def code_of(page: str) -> str:
     return code
 
 
-def test_the_program_of_the_page_on_emitting_trains_by_its_command_where_shardgraph_is_not(tmp_path: Path) -> None:
+def test_the_program_of_the_page_on_emitting_trains_by_its_command_where_torch_alone_is(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(code_of("emit.md"))
     subprocess.run([sys.executable, "model.py"], cwd=tmp_path, check=True, capture_output=True, timeout=240)
     page = (ROOT / "docs" / "emit.md").read_text()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from shardgraph import ir
 from shardgraph.emission import prelude
@@ -210,7 +208,7 @@ class Emission:
             versions=self.versions,
             start="python program.py" if ranks == 1 else f"torchrun --nproc-per-node {ranks} program.py",
             order=_SCHEDULED if self.scheduled else _WRITTEN,
-            needs="torch, safetensors and numpy" if self.program.draws_on_host else "torch and safetensors",
+            needs="torch and numpy" if self.program.draws_on_host else "torch",
         )
 
     def tables(self, copied: Copied) -> tuple[str, str, str]:
@@ -316,15 +314,6 @@ def input_names(names: Sequence[str]) -> list[str]:
     return [scope.new(identifier(name)) for name in names]
 
 
-def write(directory: Path, files: Mapping[str, str], tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Write text and tensors to a directory, which is made."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (directory / name).write_text(text, encoding="utf-8")
-    for name, each in tensors.items():
-        save_file({key: value.detach().cpu().contiguous().clone() for key, value in each.items()}, directory / name)
-
-
 def used_state(program: Program) -> dict[str, torch.Tensor]:
     """The buffers that a program reads, by name, as fake tensors; parameters are in ``program.parameters``."""
     graphs = list(program.graphs.values())
@@ -344,15 +333,14 @@ _IMPORTS = {
     "torch": "import torch",
     "dist": "import torch.distributed as dist",
     "Tensor": "from torch import Tensor",
-    "load_file": "from safetensors.torch import load_file",
 }
 
 _TITLE = """{what}, as plain PyTorch.
 
     {start}
 
-trains it on batch.safetensors, from weights.safetensors, with AdamW. Where ranks have batches of their own, the one of
-rank N along DATA_AXES may be in batchN.safetensors. {order}
+trains it on batch.pt, from weights.pt, with AdamW. Where ranks have batches of their own, the one of rank N along
+DATA_AXES may be in batchN.pt. {order}
 
 Written by {versions}. It needs {needs} alone."""
 

@@ -12,8 +12,9 @@ from torch import nn
 
 import shardgraph
 from shardgraph.emission.copies import copy_at_once
+from shardgraph.emission.folder import write
 from shardgraph.emission.pipeline import Pipelined
-from shardgraph.emission.program import Emission, input_names, used_state, write
+from shardgraph.emission.program import Emission, input_names, used_state
 from shardgraph.emission.refusals import check
 from shardgraph.passes.program import Program
 from shardgraph.runtime.layout import Layout
@@ -65,7 +66,7 @@ def save(
         files = {"program.py": emission.file()}
     else:
         files = Pipelined(emission, batch_size(list(leaves))).files()
-    tensors = {"batch.safetensors": {inputs[i]: leaves[i] for i in inputs}}
+    tensors = {"batch.pt": {inputs[i]: leaves[i] for i in inputs}}
     parameters = dict(whole if whole is not None else model.named_parameters())
     if not any(each.is_meta for each in parameters.values()):
         layout = Layout(model)
@@ -75,7 +76,7 @@ def save(
             for gm in program.graphs.values()
             for node in gm.graph.find_nodes(op="get_attr")
         }
-        tensors["weights.safetensors"] = {fqn: parameters[fqn] for fqn in program.parameters} | buffers | constants
+        tensors["weights.pt"] = {fqn: parameters[fqn] for fqn in program.parameters} | buffers | constants
     write(folder, files, tensors)
     return [folder / name for name in (*files, *tensors)]
 

@@ -233,7 +233,7 @@ def train_step(state: Mapping[str, Tensor], inputs: list[Tensor]) -> Tensor:
 LOAD = '''def load_state() -> dict[str, Tensor]:
     """This rank's parameters, of which those that are trained require a gradient, and all buffers."""
     state = {}
-    for name, whole in load_file(HERE / "weights.safetensors").items():
+    for name, whole in torch.load(HERE / "weights.pt", mmap=True).items():
 {skipped}        tensor = shard(whole, PARAMETERS[name]) if name in PARAMETERS else whole.clone()
         state[name] = {placed}.requires_grad_(name in PARAMETERS and name not in FROZEN)
     return state
@@ -241,8 +241,8 @@ LOAD = '''def load_state() -> dict[str, Tensor]:
 
 def batch(step: int) -> list[Tensor]:
     """The inputs of a step: here those of a file, in every step."""
-    own = HERE / f"batch{place_among(DATA_AXES)}.safetensors"
-    tensors = load_file(own if own.exists() else HERE / "batch.safetensors")
+    own = HERE / f"batch{place_among(DATA_AXES)}.pt"
+    tensors = torch.load(own if own.exists() else HERE / "batch.pt")
     return [tensors[name].to(DEVICE, copy=True) for name in INPUTS]'''
 
 MAIN = '''def main(steps: int = 5) -> list[float]:
@@ -257,7 +257,8 @@ TRAINING_LOOP = """    torch.manual_seed(0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        print(f"rank {dist.get_rank() if dist.is_initialized() else 0} step {step} loss {losses[-1]}", flush=True)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        print(f"rank {rank} step {step} loss {losses[-1]}\\n", end="", flush=True)  # at once: ranks print beside it
     return losses
 
 

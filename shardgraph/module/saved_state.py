@@ -111,7 +111,7 @@ class SavedState(AsWrapped):
         """Write the program of the latest call as source. All ranks must call it, and rank 0 writes.
 
         As :func:`shardgraph.emit`, with the parameters as they are now, and a batch of random numbers of the shapes
-        that the call had: put your own in ``batch.safetensors``. After a :meth:`train_step` the program has its loss;
+        that the call had: put your own in ``batch.pt``. After a :meth:`train_step` the program has its loss;
         after a call as the model's, the loss is what the function ``criterion`` of the file makes of the outputs.
 
         Raises:
