@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
 
+import graphviz
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,7 @@ from tests.machines import toy_cluster
 from tests.zoo import make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
+needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 
 MESH = (("replica", 2), ("shard", 4))
 SHARDED = ParameterPlan((REPLICATE, SHARD))
@@ -153,10 +156,42 @@ def test_names_are_escaped_in_boxes(name):
     assert {name, f"w{name}"} <= set(texts(draw_boxes(awkward(name)[0])))
 
 
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
+@needs_dot
 @AWKWARD
 def test_names_are_escaped_in_the_graph(name):
     assert {name, f"w{name}"} <= set(texts(render_svg(plan_graph(*awkward(name)))))
+
+
+def crossed(dot: graphviz.Digraph) -> list[tuple[str, str]]:
+    """The headings that an edge crosses where Graphviz draws them, each with the node that the edge comes from."""
+    drawn = json.loads(dot.pipe("json"))
+    headings = [node for node in drawn["objects"] if node["name"].startswith("label of")]
+    assert headings
+    found = []
+    for edge in [each for each in drawn["edges"] if each.get("style") != "invis"]:
+        points = [complex(*map(float, each.split(","))) for each in edge["pos"].removeprefix("e,").split()[1:]]
+        for a, b, c, d in (points[at : at + 4] for at in range(0, len(points) - 1, 3)):  # Bezier curves
+            for t in (step / 100 for step in range(101)):
+                at = (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * b + 3 * (1 - t) * t**2 * c + t**3 * d
+                for node in headings:
+                    away = at - complex(*map(float, node["pos"].split(",")))
+                    if abs(away.real) < 36 * float(node["width"]) and abs(away.imag) < 36 * float(node["height"]):
+                        found.append((node["name"], drawn["objects"][edge["tail"]]["name"]))
+    return found
+
+
+@needs_dot
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Net(), torch.zeros(2, 3, dtype=torch.long)),
+        (nn.Sequential(Block(), nn.Sequential(Block(), nn.Linear(8, 8))), torch.randn(2, 8)),
+        (make("tied-transformer", 2)[0], torch.zeros(2, 6, dtype=torch.long)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 4, 8)),
+    ],
+)
+def test_edges_go_around_the_headings_of_modules(model, x):
+    assert crossed(plan_graph(*outline(model, x))) == []
 
 
 def test_a_lengthened_stack_is_drawn_as_the_whole_one():
@@ -296,7 +331,7 @@ def test_modules_have_their_names_whatever_forward_calls_its_module():
 
 def test_an_edge_of_the_graph_ends_at_the_cluster_of_a_module():
     tree, flow = outline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)), torch.randn(2, 4))
-    assert '"0.weight" -> "1.weight" [lhead="cluster 1" ltail="cluster 0"]' in plan_graph(tree, flow).source
+    assert '"0.weight" -> "label of 1" [lhead="cluster 1" ltail="cluster 0"]' in plan_graph(tree, flow).source
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from torch import nn
 
 import shardgraph
 from shardgraph import MemoryTracker, ShardGraphError
+from shardgraph.findings.finding import Finding
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.pictures.page.modules import module_tree
-from shardgraph.pictures.page.page import Page
+from shardgraph.pictures.page.page import Figure, Page
 from tests.machines import toy_cluster
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -198,6 +199,20 @@ def test_on_paper_every_text_is_open_and_there_are_no_buttons(page):
 
 
 @needs_browser
+def test_on_paper_are_all_findings_and_what_was_looked_at(browser, tmp_path):
+    found = [Finding("rule", severity, "found", "model.py:1", "mend it") for severity in ("warning", "note")]
+    path = tmp_path / "page.html"
+    path.write_text(Page("Plan", findings=found, looked_at="2 of 3 layers").html())
+    opened = browser.new_page()
+    opened.goto(path.as_uri())
+    sizes = opened.evaluate("[...document.querySelectorAll('.finding')].map(each => getComputedStyle(each).fontSize)")
+    assert sizes[0] == sizes[1]
+    opened.emulate_media(media="print")
+    assert opened.locator(".finding:visible").count() == 2 and opened.get_by_text("2 of 3 layers").is_visible()
+    opened.close()
+
+
+@needs_browser
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 def test_texts_of_a_plan_stay_in_their_boxes_and_apart_in_a_wider_font(browser, tmp_path):
     picture = shardgraph.visualize(analysis(), tmp_path / "plan.svg", model=Net(), example_inputs=INPUTS)
@@ -212,8 +227,11 @@ def test_texts_of_a_plan_stay_in_their_boxes_and_apart_in_a_wider_font(browser, 
             && text.getBBox().x + text.getBBox().width <= box.x + box.width + 1;
         const nodes = all(".node").filter(node => node.querySelector("polygon, ellipse")).map(node =>
             [[...node.querySelectorAll("text")], node.querySelector("polygon, ellipse").getBBox()]);
-        const clusters = all(".cluster").map((cluster, i) =>
-            [[...all(".label")[i].querySelectorAll("text")], cluster.getBBox()]);
+        const title = each => each.querySelector("title").textContent;
+        const clusters = all(".cluster").map(cluster => {
+            const heading = all(".node").find(node => title(node) == title(cluster).replace("cluster", "label of"));
+            return [[...heading.querySelectorAll("text")], cluster.getBBox()];
+        });
         const lines = all(".graph text").map(text => text.getBoundingClientRect());
         const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4
             && b.top < a.bottom - 4;
@@ -278,6 +296,23 @@ def test_what_lint_finds_is_there_with_line_and_remedy(browser, page, tmp_path):
 
 
 # -- what it says ----------------------------------------------------------------------------------
+
+
+def test_a_line_of_a_package_is_told_from_where_it_is_imported(monkeypatch):
+    monkeypatch.setattr("sys.path", ["/home/someone", "/usr/lib/site-packages"])
+    for where, told in {
+        "/usr/lib/site-packages/package/model.py:3": "package/model.py:3",
+        "/home/someone/model.py:4": "model.py:4",
+        "/elsewhere/model.py:5": "/elsewhere/model.py:5",
+        "layers.0.weight": "layers.0.weight",
+    }.items():
+        page = Page("Plan", findings=[Finding("rule", "note", "found", where, "mend it")]).html()
+        assert f"<code>{told}</code>" in page
+
+
+def test_a_long_name_breaks_behind_an_underscore():
+    page = Page("Plan", figures=[Figure("peak", "1 GiB", "at _log_softmax_backward & more")]).html()
+    assert "at _log_<wbr>softmax_<wbr>backward &amp; more" in page
 
 
 def test_it_says_what_does_not_fit_and_what_takes_less(tmp_path):

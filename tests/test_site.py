@@ -94,6 +94,11 @@ def test_the_readme_shows_a_plan_as_it_is_drawn_now(tmp_path: Path):
     assert shown == now  # where Graphviz puts it depends on its version
 
 
+def test_the_page_on_pipelines_shows_a_schedule_as_it_is_drawn_now(tmp_path: Path):
+    drawn = loaded(DOCS / "pictures" / "readme.py").schedule(tmp_path / "schedule.svg")
+    assert (DOCS / "schedule.svg").read_text() == drawn.read_text()
+
+
 def test_every_page_is_in_the_navigation():
     navigation = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert {path.name for path in DOCS.glob("*.md")} <= set(navigation)

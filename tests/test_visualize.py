@@ -122,7 +122,8 @@ def test_an_analysis_alone_is_drawn_in_every_format(tmp_path, plan):
     analysis, over_time = analysis_of(plan), {"fsdp": "Memory of a rank", "pp": "Schedule"}[plan]
     for ending in ("svg", "html", "dot", "gv"):
         picture = shardgraph.visualize(analysis, tmp_path / f"plan.{ending}").read_text()
-        assert f"Plan {plan} on" in picture, ending
+        assert f"Plan {plan} on {'pp' if plan == 'pp' else 'dp'}=2" in picture, ending
+        assert ("over one rank of each stage" in picture) == ("B per rank" not in picture) == (plan == "pp")
         assert (over_time in picture) == (ending in ("svg", "html")), ending
 
 

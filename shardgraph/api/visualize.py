@@ -175,22 +175,23 @@ def _call_of(what: _Drawn, model: nn.Module | None, args: tuple[Any, ...], kwarg
 
 
 def _outline_of(what: _Drawn, call: Call | None) -> _Outline:
-    """The plan's modules and their data flow."""
+    """The plan's modules and their data flow; all stages of a pipeline are drawn together."""
     if isinstance(what, ShardedModule):
-        program = what.program
-        if program.plan.pipeline is not None:
-            program = lower(program.joint, program.plan.of_stage, program.shapes)
-        return _Outline.of(program, what.original)
-    assert call is not None
-    return _lowered(annotated(what, call.model) if isinstance(what, Plan) else what.plan, call)
+        program, plan = what.program, what.program.plan
+        if plan.pipeline is not None:
+            program = lower(program.joint, plan.of_stage, program.shapes)
+        outline = _Outline.of(program, what.original)
+    else:
+        assert call is not None
+        plan = annotated(what, call.model) if isinstance(what, Plan) else what.plan
+        outline = _lowered(plan.of_stage, call)
+    modules = replace(outline.modules, mesh=plan.whole_mesh, staged=plan.pipeline is not None)
+    return replace(outline, modules=modules)
 
 
 def _lowered(plan: Plan, call: Call) -> _Outline:
-    """The modules and data flow of a call under ``plan``; only a few layers of a stack of equal ones are captured.
-
-    All stages of a pipeline are drawn together.
-    """
-    plan = replace(plan.of_stage, bucket=0)  # buckets change no module's bytes, and cross layers
+    """The modules and data flow of a call under ``plan``; only a few layers of a stack of equal ones are captured."""
+    plan = replace(plan, bucket=0)  # buckets change no module's bytes, and cross layers
     plan.resolve(named_shapes(call.model))  # reject a plan that does not fit before the long work
     stack, few = find_stack(call.model), SHALLOW[0][-1]
     if stack is not None and treats_alike(plan, call.model, stack):

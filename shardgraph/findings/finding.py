@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,12 @@ class Finding:
     message: str
     where: str
     remedy: str
+
+    @property
+    def place(self) -> str:
+        """``where``, with a file's path from the folder that it is imported from, which differs between machines."""
+        folders = [os.path.join(os.path.abspath(each), "") for each in sys.path]
+        return self.where[max((len(each) for each in folders if self.where.startswith(each)), default=0) :]
 
     def __str__(self) -> str:
         return f"{self.severity} {self.rule} at {self.where}: {self.message}\n    {self.remedy}"

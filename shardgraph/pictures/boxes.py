@@ -18,14 +18,14 @@ def draw_boxes(tree: Tree) -> Drawing:
     for colour, line in tree.legend:
         body += [rect(0, y, 16, 14, colour), text(24, y + 12, line)]
         y += LINE
-    height, boxes = _box([tree.root], 0, y + PAD, WIDTH, tree.colours)
+    height, boxes = _box([tree.root], 0, y + PAD, WIDTH, tree.colours, tree.on)
     return Drawing(WIDTH, y + PAD + height, "\n".join([*body, *boxes]))
 
 
-def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, str]) -> tuple[int, list[str]]:
+def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, str], on: str) -> tuple[int, list[str]]:
     """The height and the elements of one box, which represents all modules in ``alike``."""
     module, right = alike[0], x + width - PAD
-    name, held = describe(alike)
+    name, held = describe(alike, on)
     body = [text(x + PAD, y + 18, name, "strong"), text(right, y + 18, held, "end")]
     at = y + HEADER
     for parameter in module.own:
@@ -43,7 +43,7 @@ def _box(alike: list[Module], x: int, y: int, width: int, colours: Mapping[str, 
         body.append(text(right - 6, at + 14, f"{format_bytes(traffic.nbytes)} sent", "small end"))
         at += LINE - 2
     for group in module.shown():
-        height, inside = _box(group, x + PAD, at + 4, width - 2 * PAD, colours)
+        height, inside = _box(group, x + PAD, at + 4, width - 2 * PAD, colours, on)
         body += inside
         at += height + 8
     height = at + PAD // 2 - y

@@ -156,15 +156,24 @@ class Module:
 
 @dataclass(frozen=True)
 class Tree:
-    """The modules of a program on a mesh; ``plan`` is the name of its plan."""
+    """The modules of a program on a mesh; ``plan`` is the name of its plan.
+
+    ``staged``: they lie in the stages of a pipeline, each on the ranks of one.
+    """
 
     plan: str
     mesh: Mesh
     root: Module
+    staged: bool = False
 
     @property
     def title(self) -> str:
         return f"Plan {self.plan} on " + (" x ".join(f"{axis}={size}" for axis, size in self.mesh) or "one process")
+
+    @property
+    def on(self) -> str:
+        """Where the bytes of modules are counted."""
+        return "over stages" if self.staged else "per rank"
 
     @property
     def summary(self) -> str:
@@ -173,9 +182,10 @@ class Tree:
         for traffic in (each for module in self.root.walk() for each in module.traffic.values()):
             sent[traffic.axis] += traffic.nbytes
         whole = sum(parameter.whole_bytes for parameter in self.root.parameters())
-        held = f"{format_bytes(self.root.nbytes)} per rank, {format_bytes(whole)} in all"
+        on = "over one rank of each stage" if self.staged else "per rank"
+        held = f"{format_bytes(self.root.nbytes)} {on}, {format_bytes(whole)} in all"
         ways = ", ".join(f"{format_bytes(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
-        return f"Parameters: {held}. Sent per rank and step: {ways}"
+        return f"Parameters: {held}. Sent per rank and step{' within stages' if self.staged else ''}: {ways}"
 
     @property
     def colours(self) -> dict[str, str]:
@@ -190,7 +200,7 @@ class Tree:
         for placement, colour in self.colours.items():
             placed = [parameter for parameter in self.root.parameters() if parameter.placement == placement]
             held = format_bytes(sum(parameter.nbytes for parameter in placed))
-            lines.append((colour, f"{placement}: {len(placed)} parameters, {held} per rank"))
+            lines.append((colour, f"{placement}: {len(placed)} parameters, {held} {self.on}"))
         return lines
 
     def lengthen(self, path: str, captured: int, layers: int) -> None:
@@ -235,12 +245,12 @@ def build_tree(program: Program) -> Tree:
             traffic = root.find(module_of(node)).traffic.setdefault(key, Traffic(*key))
             traffic.count += 1
             traffic.nbytes += node_wire_bytes(node, mesh)
-    return Tree(program.plan.name, mesh, root)
+    return Tree(program.plan.name, program.plan.whole_mesh, root)
 
 
-def describe(alike: list[Module]) -> tuple[str, str]:
-    """The name of modules that are drawn as one, and the bytes that a rank holds of them."""
-    module, held = alike[0], f"{format_bytes(alike[0].nbytes)} per rank"
+def describe(alike: list[Module], on: str) -> tuple[str, str]:
+    """The name of modules that are drawn as one, and the bytes that are held of them, counted :attr:`~Tree.on`."""
+    module, held = alike[0], f"{format_bytes(alike[0].nbytes)} {on}"
     if len(alike) == 1:
         return module.path.rpartition(".")[2] or "model", held if module.nbytes else ""
     first, last = (".".join(end.path.split(".")[-2:]) for end in (module, alike[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from shardgraph.findings.finding import Finding
 from shardgraph.pictures.svg import Drawing, document
@@ -64,7 +65,13 @@ class Page:
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["breakable"] = _breakable
     return environment.from_string(_asset("page.html"))
+
+
+def _breakable(text: str) -> Markup:
+    """The text, which breaks behind the underscores of a long name rather than in a word."""
+    return Markup(re.sub(r"(?<=[^\W_])_(?=\w)", "_<wbr>", escape(text)))
 
 
 def _asset(name: str) -> str:
