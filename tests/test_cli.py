@@ -563,8 +563,9 @@ def test_a_file_whose_folder_is_not_there_is_refused_before_the_work(command: st
 
 def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "is a folder" in run("report", "no.such:model", "-o", tmp_path).stderr
-    assert "is a file" in run("emit", "no.such:model", "-o", tmp_path / "file").stderr
+    for said, words in (("folder", ["report", "-o", tmp_path]), ("file", ["emit", "-o", tmp_path / "file"])):
+        lines = run(words[0], "no.such:model", *words[1:]).stderr
+        assert f"is a {said}" in " ".join(lines.replace("│", "").split())  # wherever a box breaks its lines
 
 
 def test_a_plan_says_its_reason_once(plan_file: Path, searched: tuple[Path, str]) -> None:

@@ -14,7 +14,7 @@ follows from the same element of the gradient and the state, in whatever tensor 
 
 The Python may go another way at any step, by a number that it counts. So it is watched before each one, on one stand-in
 for all parameters that have the same state; and on as many as there are parameters where state is new, or an
-instruction of Python is executed that never was before.
+instruction of Python is executed that never was before (before each step where Python does not tell which are).
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ STEPS: weakref.WeakKeyDictionary[type[torch.optim.Optimizer], Step] = weakref.We
 
 _READ = frozenset({"grad", "data", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_sparse", "is_cuda"})
 """Attributes that many parameters in one tensor have as each alone."""
+
+_NOTED = sys.version_info < (3, 12)
+"""Whether every instruction is noted: from 3.12 on those of a function are not when it is called again."""
 
 _ASKED = frozenset({"is_floating_point", "is_complex", "_set_grad_enabled"})
 _AS_NUMBER = frozenset({"item", "__bool__", "__float__", "__int__"})
@@ -146,7 +149,7 @@ class Watched:
             one = _Trial(optimizer, list(kinds), _VALUES[0])
             executed: set[Any] = {tuple((kind.form, many) for kind, many in kinds.items())}
             one.take(self._step, executed, builtins=not self._known)
-            if not executed <= self._known:
+            if not (_NOTED and executed <= self._known):
                 one.check_bits()
                 repeated = [kind for kind, count in kinds.items() for _ in range(count)]
                 many = _Trial(optimizer, repeated, _VALUES[1])
