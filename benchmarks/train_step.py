@@ -127,11 +127,14 @@ class Contender:
         self.losses.append(loss.item())
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+Made = Callable[[str, argparse.Namespace, torch.device], Contender]
+
+
+def measure(options: argparse.Namespace, made: Made = Contender) -> dict[str, Any]:
     """What each rank does; returns rank 0's figures by contender."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(options.threads)
-    contenders = [Contender(name, options, device) for name in options.contenders]
+    contenders = [made(name, options, device) for name in options.contenders]
     for number in range(1, options.rounds + 3):
         for contender in contenders:
             dist.barrier()
@@ -158,7 +161,7 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> list[float]:
     return [statistics.median(ratios), medians[50], medians[-51]]
 
 
-def peak_memory(options: argparse.Namespace, name: str) -> dict[str, float]:
+def peak_memory(options: argparse.Namespace, name: str, made: Made = Contender) -> dict[str, float]:
     """Memory in MiB of one contender alone in its processes, at the highest point of a training step.
 
     ``tensors_mib``: what torch's allocator had handed out, counted by its own events (on CUDA, by its statistics), so
@@ -167,14 +170,14 @@ def peak_memory(options: argparse.Namespace, name: str) -> dict[str, float]:
     """
     torch.set_num_threads(options.threads)
     if torch.cuda.is_available():
-        contender = Contender(name, options, torch.device("cuda", torch.cuda.current_device()))
+        contender = made(name, options, torch.device("cuda", torch.cuda.current_device()))
         contender.step(1)
         torch.cuda.reset_peak_memory_stats()
         contender.step(2)
         return {"tensors_mib": torch.cuda.max_memory_allocated() / 2**20}
     before = resident("VmRSS")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        contender = Contender(name, options, torch.device("cpu"))
+        contender = made(name, options, torch.device("cpu"))
         contender.step(1)
         with record_function("measured step"):
             contender.step(2)
@@ -207,7 +210,7 @@ def table(figures: dict[str, Any], show: Callable[[str], None] = print) -> None:
         middle, low, high = f["of_base"]
         show(
             f"{name:<36}{f['median_s'] * 1e3:>10.1f}{middle:>14.2f}{f'{low:.2f} to {high:.2f}':>16}"
-            f"{f['tensors_mib']:>13.1f}{f.get('resident_mib', float('nan')):>14.0f}{f['first_call_s']:>14.1f}"
+            f"{f.get('tensors_mib', float('nan')):>13.1f}{f.get('resident_mib', float('nan')):>14.0f}{f['first_call_s']:>14.1f}"
         )
 
 
@@ -233,18 +236,26 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    figures = shardgraph.launch(measure, options.nproc, args=(options,), timeout=3000)[0]
+    report(options, Contender, options.contenders, {})
+
+
+def report(options: argparse.Namespace, made: Made, memory: Sequence[str], versions: dict[str, str]) -> None:
+    """Measure, print and write the figures of contenders, ``memory`` of these; ``versions`` are noted with torch's."""
+    figures = shardgraph.launch(measure, options.nproc, args=(options, made), timeout=3000)[0]
+    load = os.getloadavg()
     # Large blocks go back to the system when they are freed, so that the resident set tells what is held. Where time is
     # measured they do not: every operation would wait for the system to clear its pages.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
-    for name in options.contenders:
-        figures[name] |= shardgraph.launch(peak_memory, options.nproc, args=(options, name), timeout=600)[0]
+    for name in memory:
+        figures[name] |= shardgraph.launch(peak_memory, options.nproc, args=(options, name, made), timeout=600)[0]
     count = sum(p.numel() for p in build_model(options).parameters())
     configuration = {
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
+        **versions,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
+        "load": load,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "parameters": count,
         **vars(options),
