@@ -210,7 +210,8 @@ def table(figures: dict[str, Any], show: Callable[[str], None] = print) -> None:
         middle, low, high = f["of_base"]
         show(
             f"{name:<36}{f['median_s'] * 1e3:>10.1f}{middle:>14.2f}{f'{low:.2f} to {high:.2f}':>16}"
-            f"{f.get('tensors_mib', float('nan')):>13.1f}{f.get('resident_mib', float('nan')):>14.0f}{f['first_call_s']:>14.1f}"
+            f"{f.get('tensors_mib', float('nan')):>13.1f}{f.get('resident_mib', float('nan')):>14.0f}"
+            f"{f['first_call_s']:>14.1f}"
         )
 
 
