@@ -143,7 +143,7 @@ class Finals:
             for layout, _ in estimated:
                 if layout.plain and layout.microbatches == 1 and not layout.offload:
                     self._price(layout)
-        fitting = [pair for pair in estimated if pair[1].memory <= self._budget * _MEMORY_DOUBT]
+        fitting = [pair for pair in estimated if self._may_fit(*pair)]
         presets = _best_of_presets(fitting)
         for count, (layout, guess) in enumerate(fitting):
             if (best := self._best) is None:
@@ -197,7 +197,7 @@ class Finals:
         if ratios:
             yield f"estimates were {min(ratios):.3f} to {max(ratios):.3f} of the exact prices"
         left = [pair for pair in estimated if pair[0] not in self._priced]
-        fitting = [pair for pair in left if pair[1].memory <= self._budget * _MEMORY_DOUBT]
+        fitting = [pair for pair in left if self._may_fit(*pair)]
         if left:
             yield f"{len(left)} layouts were not priced exactly, {len(left) - len(fitting)} of them as they do not fit"
         if fitting and (best := self._best) is not None:
@@ -231,6 +231,12 @@ class Finals:
         """Estimates as parts of exact prices."""
         priced = ((layout, each) for layout, each in self._priced.items() if each is not None)
         return [self._guesses[layout] / each.per_sample for layout, each in priced]
+
+    def _may_fit(self, layout: Layout, guess: Estimate) -> bool:
+        """Whether the peak of a layout may be within the budget: of what an estimate of few layers has whole, as is
+        fastest, the budget may have the program divide all."""
+        divided = 1 if self._deep else layout.degree
+        return guess.memory / divided <= self._budget * _MEMORY_DOUBT
 
     def _least(self, layout: Layout, guess: Estimate) -> float:
         """The seconds per sample that a layout takes at least, if its estimate is as wrong as any was."""
