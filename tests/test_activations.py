@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("tp", "fsdp+ep")
+@pytest.mark.quick("fsdp+ep")
 @pytest.mark.parametrize("name", ["tp", pytest.param("fsdp+tp+sp", marks=pytest.mark.slow), "cp+tp", "fsdp+ep"])
 def test_a_saved_plan_compiles_again_to_the_same_text_without_solving_anything(name, no_solver):
     make, mesh = CASES[name]
@@ -164,6 +164,7 @@ def test_a_call_of_other_shapes_takes_what_applies_and_solves_nothing(no_solver)
     assert any("were decided for forward and backward of int64[2, 16]" in note for note in program.notes)
 
 
+@pytest.mark.slow
 def test_a_step_for_the_loss_alone_takes_what_applies_of_a_plan_for_all_outputs():
     model = llama(3, hidden_size=WIDTH, vocab_size=64)
     model.config.use_cache = True  # keys and values are outputs too

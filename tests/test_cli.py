@@ -458,6 +458,7 @@ launch(main)
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_run_meet_in_launch_and_leave_at_their_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(MEETING)

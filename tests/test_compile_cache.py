@@ -144,6 +144,7 @@ def records(program):
     return context, program.parameters, program.actions, program.shapes
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "zero2+tp"])
 def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
     first, second = program(plan, llama), program(plan, llama)

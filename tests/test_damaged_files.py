@@ -172,6 +172,7 @@ def _replaced(text: str, where: int, value: object) -> str:
 
 @settings(FUZZ, max_examples=150)
 @given(DAMAGE, st.integers(0, 100), st.sampled_from(_VALUES), st.booleans())
+@pytest.mark.slow
 def test_a_damaged_flight_record_is_shown_or_refused(tmp_path, capsys, damage, where, value, bytewise):
     text = record()
     changed = damaged(text.encode(), damage) if bytewise else _replaced(text, where, value).encode()

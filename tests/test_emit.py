@@ -173,7 +173,7 @@ def test_a_file_runs_as_a_script(tmp_path: Path) -> None:
     assert [line.split()[3] for line in run.stdout.splitlines()] == ["0", "1", "2", "3", "4"]
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "tp", "pp"])
 def test_torchrun_runs_it_with_the_losses_of_the_compiled_module_where_torch_alone_is(
     plan: str, tmp_path: Path

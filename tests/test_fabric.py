@@ -16,7 +16,7 @@ def test_it_trains_like_fabrics_own_strategy(plan):
     assert ours[0] == ours[1] == pytest.approx(theirs[0], rel=1e-12)
 
 
-@pytest.mark.quick("fsdp-zero1")
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "zero1"), ("fsdp", "theirs"), ("theirs", "fsdp")])
 def test_a_run_continues_from_its_checkpoint_under_another_strategy_too(first, second, tmp_path):

@@ -46,7 +46,7 @@ def test_it_tests_and_predicts_without_training(tmp_path):
         close(one, other)
 
 
-@pytest.mark.quick("fsdp-theirs")
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "fsdp"), ("fsdp", "theirs"), ("theirs", "zero1")])
 def test_a_run_continues_from_its_checkpoint_under_another_strategy_too(first, second, tmp_path):

@@ -96,6 +96,7 @@ def test_nothing_is_found_where_the_loss_and_gradients_are_finite(plan):
     assert found("nothing", plan, PLANS[plan]) is None
 
 
+@pytest.mark.quick("gradient-*", "state-*")
 @pytest.mark.parametrize(
     ("where", "named"),
     [

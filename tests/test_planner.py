@@ -199,6 +199,7 @@ def test_without_a_plan_that_fits_the_error_says_what_takes_least_and_what_would
     assert "batches of 1, two of them accumulated: " in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_says_so():
     plan = shardgraph.plan(llama(8), example_kwargs=text(), cluster=toy_cluster(1, 4), seconds=1e-9)
     assert "the limit of 1 ns ended the search" in plan.explain()

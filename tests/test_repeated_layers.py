@@ -337,6 +337,7 @@ def test_the_program_trains_like_the_original(plan):
     assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
 
 
+@pytest.mark.quick("pp-zbv")
 @pytest.mark.parametrize(("plan", "schedule"), [("pp", "zbv"), ("pp+fsdp", "1f1b"), ("pp+zero2", "zbv")])
 def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(plan, schedule, monkeypatch):
     mesh = {"pp": 2} if plan == "pp" else {"pp": 2, "dp": 2}

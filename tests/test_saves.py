@@ -142,7 +142,7 @@ def killed_at(path: Path, step: int, value: int, last: int) -> int:
     return passed.value
 
 
-@pytest.mark.quick("a new step-10")
+@pytest.mark.slow
 @pytest.mark.parametrize("points", [10, pytest.param(None, marks=pytest.mark.slow, id="all")])
 @pytest.mark.parametrize("case", ["a new step", "the same step again"])
 def test_a_save_that_is_killed_at_any_point_leaves_the_last_good_checkpoint(case, points, tmp_path):

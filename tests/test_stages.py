@@ -83,6 +83,7 @@ def test_the_last_microbatch_may_be_smaller():
     verified("odd-mlp", "pp", {"pp": 2}, Pipeline(4), rows=7).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_frozen_layers_get_no_backward():
     model = gpt2(4)
     for parameter in (*model.transformer.wte.parameters(), *model.transformer.h[:2].parameters()):

@@ -17,7 +17,7 @@ EXACT = 1e-9  # double precision
 AT_ONCE = 20.0  # seconds, on a busy machine: what is not at once takes 300
 
 
-@pytest.mark.quick("ddp", "fsdp")
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ranks_with_unlike_batches_train_as_the_unsharded_model_and_as_ddp_and_fsdp2(plan):
     for errors in on_ranks(uneven.unlike_batches, 2, args=(plan,)):
@@ -36,6 +36,7 @@ def test_losses_of_unlike_batches_may_count_by_their_elements(plan):
     assert max(on_ranks(uneven.weighted_by_rows, 2, args=(plan,))) < EXACT
 
 
+@pytest.mark.slow
 def test_collectives_of_a_long_batch_start_in_the_order_of_a_short_one_on_another_rank():
     for error, ordered in on_ranks(uneven.short_beside_long):
         assert error < EXACT and ordered
@@ -75,6 +76,7 @@ def test_ranks_that_share_batches_are_told_at_once_of_another_size(known):
         assert seconds < AT_ONCE
 
 
+@pytest.mark.slow
 def test_ranks_of_a_pipeline_are_told_at_once_of_another_size():
     for told, seconds in shardgraph.launch(uneven.unlike_batches_in_a_pipeline, 2, timeout=90):
         assert "rank 0 has gone on" in told and "[2, 3, 32]" in told and "[3, 3, 32]" in told, told
