@@ -56,7 +56,9 @@ def test_parameters_larger_than_a_bucket_s_part_do_not():
 
 
 def test_a_plan_that_fits_only_with_buckets_or_only_without_is_so():
-    size = bucket_bytes(preset("fsdp", {"dp": 4}), NODE)
+    nbytes = sum(parameter.nbytes for parameter in small().parameters())
+    size = bucket_bytes(preset("fsdp", {"dp": 4}), NODE, nbytes)
+    assert size > nbytes, "one for all"
     least = min((0, size), key=lambda bucket: times(bucket)[1])
     assert times(0)[1] != times(size)[1]
     assert chosen(small(), 8, NODE, times(least)[1]).bucket == least
@@ -76,6 +78,12 @@ def test_latency_is_a_tenth_of_the_time_of_a_bucket(name):
 
     size = bucket_bytes(plan, cluster)
     assert part(size) <= 0.1 < part(size // 2)
+
+
+def test_of_a_small_model_something_is_left_to_be_hidden():
+    plan = preset("zero2", {"dp": 4})
+    filling, half = bucket_bytes(plan, NODE), bucket_bytes(plan, NODE, 2 * bucket_bytes(plan, NODE))
+    assert half < filling == bucket_bytes(plan, NODE, 1000 * filling)
 
 
 def test_one_rank_has_no_buckets():

@@ -301,7 +301,7 @@ class Finals:
         if best.parts["exposed"] < _HIDDEN * best.seconds:
             return
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
-        if (size := bucket_bytes(best.plan, self._machine)) != best.plan.bucket:
+        if (size := bucket_bytes(best.plan, self._machine, self._question.parameter_bytes)) != best.plan.bucket:
             self._refined_price(self._source_of(layout), replace(self._plan(layout), bucket=size), layout)
 
     def _choose_parameters(self, best: Priced) -> None:

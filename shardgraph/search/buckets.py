@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.plans.plan import Plan
@@ -14,16 +16,17 @@ _LARGE = 2**30
 _SIZES = 2**16, 2**28
 
 
-def bucket_bytes(plan: Plan, cluster: Cluster) -> int:
+def bucket_bytes(plan: Plan, cluster: Cluster, total: float = math.inf) -> int:
     """The smallest power of two of bytes of which a collective over data-parallel ranks takes little latency.
 
-    Of all data axes it is the largest; 0 if there is none of several ranks.
+    Of ``total`` bytes in buckets nothing hides the last one: where they are few, buckets are so small that its time and
+    the latency of all are least together. Of all data axes it is the largest; 0 if there is none of several ranks.
     """
-    sizes = [_filling(cluster, plan, axis) for axis, size in plan.data_mesh if size > 1]
+    sizes = [_filling(cluster, plan, axis, total) for axis, size in plan.data_mesh if size > 1]
     return max(sizes, default=0)
 
 
-def _filling(cluster: Cluster, plan: Plan, axis: str) -> int:
+def _filling(cluster: Cluster, plan: Plan, axis: str, total: float) -> int:
     group = cluster.group_of(plan.mesh, axis)
 
     def seconds(nbytes: int) -> float:
@@ -31,7 +34,8 @@ def _filling(cluster: Cluster, plan: Plan, axis: str) -> int:
         return collective_seconds("all_gather_into_tensor", operand, nbytes, group, cluster.efficiency)
 
     latency = seconds(0)
-    wanted = latency * (1 / _LATENCY - 1) / (seconds(_LARGE) - latency) * _LARGE
+    sent = latency / (seconds(_LARGE) - latency) * _LARGE  # in as much time as the latency
+    wanted = min(sent * (1 / _LATENCY - 1), math.sqrt(total * sent))
     least, most = _SIZES
     size = least
     while size < min(wanted, most):

@@ -99,7 +99,7 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
     Arguments and errors are those of :func:`price`.
     """
     alone = price(source, replace(plan, bucket=0), budget, accumulated)
-    if not (size := bucket_bytes(plan, source.question.machine)):
+    if not (size := bucket_bytes(plan, source.question.machine, source.question.parameter_bytes)):
         return alone
     merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)  # with the recomputation found
     return min(alone, merged, key=lambda each: each.rank(budget))

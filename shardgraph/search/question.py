@@ -135,6 +135,11 @@ class Question:
         return named_shapes(self.model)
 
     @property
+    def parameter_bytes(self) -> int:
+        """The bytes of the model's parameters."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
     def budgeted(self) -> bool:
         """Whether to find a recomputation with which the predicted peak fits."""
         return self.memory is not None or self.plan.recompute == "budget"
