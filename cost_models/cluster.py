@@ -99,7 +99,7 @@ class Cluster:
         if self.nodes > 1 and self.inter is None:
             raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
         if not 0 <= self.doubt < math.inf:
-            raise ClusterError(f"cluster {self.name!r} has doubt {self.doubt}: a number of at least 0 is needed")
+            raise ClusterError(f"cluster {self.name!r} has doubt {self.doubt}: a finite number of at least 0 is needed")
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"cluster {self.name!r} has overlap {self.overlap}: a number from 0 to 1 is needed")
 

@@ -35,6 +35,13 @@ def parse_split(placement: str) -> tuple[int, int] | None:
 
 _PLACEMENTS = sequence_of(f"placements, one per mesh axis, such as ({SHARD!r},)", TEXT)
 
+_FIELDS = {
+    "placements": _PLACEMENTS,
+    "gradient": of_plan(one_of(GRADIENTS)),
+    "reshard_after_forward": of_plan(BOOL),
+    "offload": of_plan(BOOL),
+}
+
 
 @dataclass(frozen=True)
 class ParameterPlan:
@@ -64,8 +71,7 @@ class ParameterPlan:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "", placements=_PLACEMENTS, gradient=of_plan(one_of(GRADIENTS)))
-        check_fields(self, "", reshard_after_forward=of_plan(BOOL), offload=of_plan(BOOL))
+        check_fields(self, "", **_FIELDS)
 
     @property
     def shard_axis(self) -> int | None:

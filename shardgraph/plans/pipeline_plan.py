@@ -16,6 +16,14 @@ CHECKPOINTS = ("never", "except_last", "always")
 _STAGES = sequence_of("the names of the modules with which stages begin, such as ('layers.4', 'layers.8')", NAME)
 _BALANCE = sequence_of("the number of layers of each stage, such as (4, 4)", WHOLE)
 
+_FIELDS = {
+    "schedule": of_plan(TEXT),
+    "axis": of_plan(NAME),
+    "stages": _STAGES,
+    "balance": _BALANCE,
+    "checkpoint": of_plan(one_of(CHECKPOINTS)),
+}
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -52,8 +60,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         where = "the pipeline's"
-        check_fields(self, f"{where} ", schedule=of_plan(TEXT), axis=of_plan(NAME), stages=_STAGES, balance=_BALANCE)
-        check_fields(self, f"{where} ", checkpoint=of_plan(one_of(CHECKPOINTS)))
+        check_fields(self, f"{where} ", **_FIELDS)
         some = self.microbatches is None or is_whole(self.microbatches, 1)
         expect(some, f"{where} microbatches", self.microbatches, "a whole number from 1, or None for the default")
         expect(is_whole(self.ranks, 1), f"{where} ranks", self.ranks, "a whole number from 1")
