@@ -78,6 +78,15 @@ def test_no_preset_that_fits_is_faster(name, devices):
         assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
 
 
+def test_what_fits_is_not_priced_again_in_more_calls(monkeypatch):
+    """They are no faster, and their smaller batch would have to be traced."""
+    monkeypatch.setattr(auto, "_DOUBT_OF_FEW", 5.0)  # else estimates show that
+    monkeypatch.setattr(auto, "_FINALISTS", 6)
+    found = shardgraph.plan(**CALLS["llama-few"](), cluster="H100", devices=2, global_batch=8)
+    assert {priced.microbatches for priced in found.considered} == {1}
+    assert "or have more calls in a step than they need" in found.explain()
+
+
 def test_layers_that_are_updated_together_are_written_down_from_a_few():
     """Small ones up to a limit, which a few layers do not reach and all of them do."""
     call = {"model": Deep(36).to("meta"), "example_inputs": (torch.zeros(2, 32, device="meta"),)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -190,7 +190,7 @@ def _kind_by_bytes(target: Any, name: str) -> str | None:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [] if value is None else [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _has_tensors(value: Any) -> bool:
@@ -198,6 +198,8 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
     if isinstance(value, list):
         return sum(map(_bytes, value))
     return sum(tensor.nbytes for tensor in _tensors(value))
@@ -207,7 +209,11 @@ def _dtype(value: Any) -> str:
     tensors = [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list) else _tensors(value)
     if not tensors:
         return ""
-    dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), tensors[0].dtype)
+    return _name(next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), tensors[0].dtype))
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -88,7 +88,7 @@ def spread(
 def _shards(placement: Placement | None) -> bool:
     """Whether a placement is neither whole nor a sum: most are one of these two objects."""
     same = placement is None or placement is REPLICATE or placement is PARTIAL
-    return not same and placement not in (REPLICATE, PARTIAL)
+    return not same and (is_cut(placement) or placement not in (REPLICATE, PARTIAL))
 
 
 class Legal:

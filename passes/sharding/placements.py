@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
+_CUTS = frozenset({Shard, _StridedShard})  # a search asks a million times, and isinstance() runs Python for them
 
 
 @dataclass(frozen=True)
@@ -52,24 +53,27 @@ def blocks(dim: int, count: int) -> Placement:
 
 def is_cut(placement: Placement | None) -> bool:
     """Whether the placement is sharded."""
-    return isinstance(placement, (Shard, _StridedShard))
+    return type(placement) in _CUTS
 
 
 def cut_of(placement: Placement) -> tuple[int, int]:
     """The sharded dimension, and the number of blocks."""
-    if isinstance(placement, _StridedShard):
+    if type(placement) is Shard:
+        return placement.dim, 1
+    if type(placement) is _StridedShard:
         return placement.dim, int(placement.split_factor)
-    assert isinstance(placement, (Shard, Summed)), placement
+    assert isinstance(placement, Summed), placement
     return placement.dim, 1
 
 
 def divides(placement: Placement, shape: Sequence[int], parts: int) -> bool:
     """Whether a tensor of ``shape`` is split into equal, non-empty shards."""
-    if isinstance(placement, Exchanged):
-        inside = 0 <= placement.tokens < len(shape) and placement.tokens != placement.experts
-        return inside and divides(Shard(placement.experts), shape, parts)
-    if not is_cut(placement) and not isinstance(placement, Summed):
-        return True
+    if not is_cut(placement):
+        if isinstance(placement, Exchanged):
+            inside = 0 <= placement.tokens < len(shape) and placement.tokens != placement.experts
+            return inside and divides(Shard(placement.experts), shape, parts)
+        if not isinstance(placement, Summed):
+            return True
     dim, count = cut_of(placement)
     return dim < len(shape) and shape[dim] > 0 and shape[dim] % (count * parts) == 0
 

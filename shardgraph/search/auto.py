@@ -151,7 +151,7 @@ class Finals:
                     break
             elif self._late() or self._least(layout, guess) > best.per_sample:
                 break
-            elif count >= self._most and layout not in presets:
+            elif (count >= self._most and layout not in presets) or self._has_fewer_calls(layout):
                 continue
             self._price(layout)
         if self._best is None and fitting and not any(self._priced.values()):
@@ -197,9 +197,10 @@ class Finals:
         if ratios:
             yield f"estimates were {min(ratios):.3f} to {max(ratios):.3f} of the exact prices"
         left = [pair for pair in estimated if pair[0] not in self._priced]
-        fitting = [pair for pair in left if self._may_fit(*pair)]
+        fitting = [pair for pair in left if self._may_fit(*pair) and not self._has_fewer_calls(pair[0])]
         if left:
-            yield f"{len(left)} layouts were not priced exactly, {len(left) - len(fitting)} of them as they do not fit"
+            why = "as they do not fit, or have more calls in a step than they need"
+            yield f"{len(left)} layouts were not priced exactly, {len(left) - len(fitting)} of them {why}"
         if fitting and (best := self._best) is not None:
             yield from self._bounds(fitting, best)
 
@@ -237,6 +238,13 @@ class Finals:
         fastest, the budget may have the program divide all."""
         divided = 1 if self._deep else layout.degree
         return guess.memory / divided <= self._budget * _MEMORY_DOUBT
+
+    def _has_fewer_calls(self, layout: Layout) -> bool:
+        """Whether what fits has the same layout with fewer, larger calls in a step. These take no longer: an operation
+        costs an overhead and then its work, and what is sent after each call is sent once."""
+        fitting = self._fitting
+        larger = {other.batch for other in fitting if other.batch > layout.batch}
+        return layout.stages == 1 and any(layout.in_calls_of(batch) in fitting for batch in larger)
 
     def _least(self, layout: Layout, guess: Estimate) -> float:
         """The seconds per sample that a layout takes at least, if its estimate is as wrong as any was."""
@@ -338,8 +346,13 @@ class Finals:
 
     @property
     def _best(self) -> Priced | None:
-        fitting = (priced for priced in self._priced.values() if priced is not None and priced.memory <= self._budget)
-        return min(fitting, key=lambda priced: priced.rank(self._budget), default=None)
+        return min(self._fitting.values(), key=lambda priced: priced.rank(self._budget), default=None)
+
+    @property
+    def _fitting(self) -> dict[Layout, Priced]:
+        """What was priced and fits."""
+        priced = ((layout, each) for layout, each in self._priced.items() if each is not None)
+        return {layout: each for layout, each in priced if each.memory <= self._budget}
 
     def ranked(self) -> list[Priced]:
         """What was priced: the fastest that fit, then the smallest."""

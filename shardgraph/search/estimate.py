@@ -187,7 +187,7 @@ class _Estimate:
             "all_reduce": (whole, whole),
         }
         args = group, self.cluster.efficiency
-        started = collective_seconds(operation, 0, 0, *args)
+        started = collective_seconds(operation, 0, 0, *args) if count > 1 else 0.0
         return collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
 
     @cached_property

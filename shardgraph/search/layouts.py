@@ -88,6 +88,10 @@ class Layout:
         size: dict[str, Any] = {axis: ranks}
         return replace(self, **size)
 
+    def in_calls_of(self, batch: int) -> Layout:
+        """The layout with as many samples in calls of ``batch``."""
+        return replace(self, batch=batch, microbatches=self.microbatches * self.batch // batch)
+
     @property
     def mixed(self) -> bool:
         """Whether equal layers are not treated alike."""
