@@ -18,7 +18,7 @@ _DIGIT = 7  # the width of a digit in a bar
 _KINDS: dict[Kind, tuple[str, str]] = {
     "F": ("#a0cbe8", "forward"),
     "B": ("#ffbe7d", "backward"),
-    "I": ("#f1ce63", "gradient of inputs"),
+    "I": ("#f1ce63", "gradients of inputs"),
     "W": ("#8cd17d", "gradients of weights"),
 }
 _WAITS, _HELD = "#ececec", "#cfb3c8"
@@ -92,7 +92,7 @@ def _legend(simulated: SimulatedSchedule, memory: bool) -> Iterator[str]:
     entries += [(_HELD, "memory held")] if memory else []
     right = WIDTH
     for colour, name in reversed(entries):
-        right -= 24 + _DIGIT * len(name)
+        right -= 34 + _DIGIT * len(name)  # a box, its name, and a gap
         yield rect(right, 34, 14, 14, colour)
         yield text(right + 19, 45, name, "small")
     if any(len({ran.action.stage for ran in spans}) > 1 for spans in simulated.ranks):
