@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -76,6 +77,16 @@ def test_no_preset_that_fits_is_faster(name, devices):
     for plan, mesh in meshes.items():
         analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster)
         assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
+
+
+@pytest.mark.parametrize(("layers", "devices"), [(2, 2), (12, 8)])
+def test_estimates_of_larger_batches_than_the_example_know_what_does_not_grow_with_them(layers, devices):
+    """Most of the time of a small batch is that of starting operations."""
+    found = shardgraph.plan(
+        llama(layers), example_kwargs=text(1), cluster="H100", devices=devices, global_batch=32 * devices
+    )
+    ratios = re.search(r"estimates were ([\d.]+) to ([\d.]+) of the exact prices", found.explain())
+    assert 0.95 < float(ratios[1]) <= float(ratios[2]) < 1.05
 
 
 def test_what_fits_is_not_priced_again_in_more_calls(monkeypatch):

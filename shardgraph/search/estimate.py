@@ -126,7 +126,7 @@ class _Estimate:
         messages = self._messages(scale) if layout.stages > 1 else 0.0
         messages *= layout.microbatches + (layout.stages - 1) / layout.chunks
         total = layout.microbatches * seconds[slowest] + bubbles + messages + max(ends)
-        compute = max(sum(part.forward + part.backward for part in rank.own) for rank in ranks) * scale
+        compute = max(sum(sum(part.seconds(scale)) for part in rank.own) for rank in ranks)
         memory = max(self._memory(rank, scale) for rank in ranks)
         return Estimate(total, memory, layout.microbatches * compute)
 
@@ -146,7 +146,7 @@ class _Estimate:
 
         Parameters in host memory are copied to the device for each half, and their gradients to the host in backward.
         """
-        forward, backward = part.forward * scale, part.backward * scale
+        forward, backward = part.seconds(scale)
         if self._on_host:
             copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
             forward, backward = max(forward, copied), max(backward, copied)

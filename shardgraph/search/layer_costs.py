@@ -8,12 +8,14 @@ what passes from the end of one of the equal layers to the end of the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from shardgraph.cost_models import compute
 from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.analysis.names import module_of
@@ -31,6 +33,7 @@ class Part(NamedTuple):
     """A part of the model on a rank, for one microbatch.
 
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
+    ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations;
     ``sent`` are the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters``
     those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and
     ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
@@ -38,6 +41,8 @@ class Part(NamedTuple):
 
     forward: float = 0.0
     backward: float = 0.0
+    started: float = 0.0
+    started_back: float = 0.0
     sent: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
@@ -54,6 +59,14 @@ class Part(NamedTuple):
         saved = self.sent * (1 - 1 / factor)
         forward, backward = max(0.0, self.forward - saved / 2), max(0.0, self.backward - saved / 2)
         return self._replace(forward=forward, backward=backward, sent=self.sent - saved)
+
+    def seconds(self, scale: float) -> tuple[float, float]:
+        """Forward and backward of a microbatch that is ``scale`` times as large."""
+        started = min(self.started, self.forward), min(self.started_back, self.backward)
+        return (
+            started[0] + (self.forward - started[0]) * scale,
+            started[1] + (self.backward - started[1]) * scale,
+        )
 
     @property
     def positive(self) -> Part:
@@ -131,7 +144,7 @@ def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, layers: int)
     whole, working = _costs_of(*few)
     layer = (_layer(*few, stack) if more is None else _costs_of(*more)[0].plus(whole, -1)).positive
     rest = whole.plus(layer, -layers).positive
-    head = _head(few[1].rows, few[0], stack)
+    head = _head(few[1], few[0], stack)
     head = Part(*map(min, head, rest))
     tail = rest.plus(head, -1).positive
     batch = max(1, few[1].samples)
@@ -151,12 +164,25 @@ def _layer(program: Program, analysis: Analysis, stack: Stack) -> Part:
     rows = analysis.rows
     begin, end = (_rows_in(analysis, stack, "forward", layer)[-1] for layer in (1, 2))
     saved = _of_microbatch(rows[end]) - _of_microbatch(rows[begin])
-    forward, backward = sum(row.seconds for row in rows[begin + 1 : end + 1]), 0.0
     third, second = (_rows_in(analysis, stack, "backward", layer) for layer in (2, 1))
-    if third and second:  # they are trained
-        backward = sum(row.seconds for row in rows[third[-1] + 1 : second[-1] + 1])
+    back = range(third[-1] + 1, second[-1] + 1) if third and second else range(0)  # if they are trained
     state = _state(program, (fqn for fqn in sorted(program.trained) if _within(fqn, f"{stack.path}.2")))
-    return state._replace(forward=forward, backward=backward, saved=saved)
+    return state._replace(saved=saved, **_halves(analysis, range(begin + 1, end + 1), back))
+
+
+def _halves(analysis: Analysis, forward: Iterable[int], backward: Iterable[int]) -> dict[str, float]:
+    """The seconds of rows of the two halves, and those that their operations take to start."""
+    halves = [[analysis.rows[place] for place in places] for places in (forward, backward)]
+    seconds = [sum(row.seconds for row in rows) for rows in halves]
+    started = [_started(rows, analysis) for rows in halves]
+    return {"forward": seconds[0], "backward": seconds[1], "started": started[0], "started_back": started[1]}
+
+
+def _started(rows: Iterable[Row], analysis: Analysis) -> float:
+    """Seconds that operations take before they have done any work."""
+    device = analysis.cluster.device
+    kinds = Counter((row.kind, row.dtype) for row in rows if not row.stream and row.kind != "free")
+    return sum(count * compute.seconds(device, *kind, 0, 0) for kind, count in kinds.items())
 
 
 def _rows_in(analysis: Analysis, stack: Stack, half: str, layer: int) -> list[int]:
@@ -187,7 +213,10 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     sent = sum(row.seconds for row in rows if row.stream and row.stream not in COPIES)
     backward = max(ends, default=0.0) - middle
     state = _state(program, sorted(program.trained))
-    whole = state._replace(forward=middle, backward=backward, sent=sent, saved=saved)
+    started = _started(rows[:forward], analysis), _started(rows[forward:], analysis)
+    whole = state._replace(
+        forward=middle, backward=backward, started=started[0], started_back=started[1], sent=sent, saved=saved
+    )
     return whole, max(live, default=0) - saved
 
 
@@ -207,21 +236,22 @@ def _state(program: Program, names: Iterable[str]) -> Part:
     return part
 
 
-def _head(rows: Sequence[Row], program: Program, stack: Stack) -> Part:
+def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:
     """What comes before the layers: operations before the first one of a layer in forward, and after the last one in
     backward, and the parameters that they use."""
+    rows = analysis.rows
     inside = [row.module.startswith(f"{stack.path}.") for row in rows]
-    seconds = {"forward": 0.0, "backward": 0.0}
-    for half in seconds:
+    outside: dict[str, list[int]] = {"forward": [], "backward": []}
+    for half in outside:
         own = [i for i, row in enumerate(rows) if row.half == half]
         places = [i for i in own if inside[i]]
         if places:
-            outside = [i for i in own if (i < places[0] if half == "forward" else i > places[-1])]
-            seconds[half] = sum(rows[i].seconds for i in outside if not rows[i].stream)
+            around = [i for i in own if (i < places[0] if half == "forward" else i > places[-1])]
+            outside[half] = [i for i in around if not rows[i].stream]
     first = next((i for i, within in enumerate(inside) if within), 0)
     modules = {row.module for row in rows[:first]}
     state = _state(program, (fqn for fqn in sorted(program.trained) if fqn.rpartition(".")[0] in modules))
-    return state._replace(**seconds)
+    return state._replace(**_halves(analysis, **outside))
 
 
 def _crossing(program: Program, stack: Stack) -> float:
