@@ -61,7 +61,10 @@ _ADJUSTED = 2
 
 _TRIES = 12
 """Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a small
-model."""
+model, if one does."""
+
+_TRIES_OF_FEW = 48
+"""Likewise of a small model, of whose memory estimates know less, if none of them fits."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Finals:
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
         small = not self._deep and len(self._question.shapes) <= SMALL
-        self._most = _TRIES if small else _FINALISTS
+        self._most, self._tries = (_TRIES, _TRIES_OF_FEW) if small else (_FINALISTS, _TRIES)
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
         self._guesses: dict[Layout, float] = {}
@@ -147,7 +150,7 @@ class Finals:
         presets = _best_of_presets(fitting)
         for count, (layout, guess) in enumerate(fitting):
             if (best := self._best) is None:
-                if count >= _TRIES:
+                if count >= self._tries:
                     break
             elif self._late() or self._least(layout, guess) > best.per_sample:
                 break
