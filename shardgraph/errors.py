@@ -91,6 +91,13 @@ class ShardOperationError(ShardGraphError, NotImplementedError):
     """An operation that PyTorch does not have for parameters' shards, or not for shards beside other tensors."""
 
 
+NOT_PICKLED = (
+    "a compiled module and its parameters cannot be pickled, with their process groups and programs: save the state, "
+    "with torch.save(sharded.full_state_dict(), ...) or save_safetensors for the original model, or with "
+    "torch.distributed.checkpoint for any number of ranks"
+)
+"""What is raised where that is tried."""
+
 MIXED = "mixed torch.Tensor and DTensor"
 """What torch's error has where an operation takes shards and other tensors; it is not always one of ours."""
 

@@ -29,6 +29,11 @@ OPTIMIZERS: dict[str, Any] = {
     "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "Rprop": lambda p: optim.Rprop(p, lr=0.01),
     "ASGD": lambda p: optim.ASGD(p, lr=0.1),
+    "SGD in one kernel": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad in one kernel": lambda p: optim.Adagrad(p, lr=0.01, fused=True),
+    "Adam that maximizes": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1, maximize=True),
+    "NAdam with a decay apart": lambda p: optim.NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW with a rate in a tensor": lambda p: optim.AdamW(p, lr=torch.tensor(0.01)),
 }
 
 
@@ -45,14 +50,14 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def errors_by_optimizer(plan: str) -> dict[str, float]:
-    """The largest difference of a weight after five steps."""
+    """The largest difference of a weight after seven steps: RAdam computes otherwise from the sixth on."""
     return {name: _error(plan, make) for name, make in OPTIMIZERS.items()}
 
 
 def _error(plan: str, make: Any) -> float:
     sharded, original, x = pair(plan)
     optimizers = [make(module.parameters()) for module in (sharded, original)]
-    for _ in range(5):
+    for _ in range(7):
         for module, optimizer in zip((sharded, original), optimizers, strict=True):
             backward(module, x)
             optimizer.step()
@@ -84,6 +89,42 @@ def state() -> dict[str, Any]:
     optimizers[0].load_state_dict(kept)
     step()
     facts["after loading"] = difference(sharded, original, gradients=False)
+    return facts
+
+
+def loaded() -> dict[str, Any]:
+    """Errors of training that goes on with a state of whole tensors, and with shards of another plan; whether state is
+    placed as parameters are; and what is said of shards for whole parameters."""
+    sharded, original, x = pair()
+    first, _, _ = pair("ddp")
+    optimizers = [optim.AdamW(module.parameters(), lr=0.01) for module in (first, original)]
+
+    def step(module: nn.Module, optimizer: optim.Optimizer) -> None:
+        backward(module, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step(first, optimizers[0])
+        step(original, optimizers[1])
+    facts: dict[str, Any] = {"placed": True}
+    weights = {name: value.clone() for name, value in original.state_dict().items()}
+    reference = copy.deepcopy((original, optimizers[1]))
+    step(*reference)
+    for name, optimizer in (("another plan", optimizers[0]), ("whole tensors", optimizers[1])):
+        sharded.load_state_dict(weights)
+        mine = optim.AdamW(sharded.parameters(), lr=0.5)
+        mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for parameter, state in mine.state.items():
+            facts["placed"] &= state["exp_avg"].placements == parameter.placements
+        step(sharded, mine)
+        facts[name] = difference(sharded, reference[0], gradients=False)
+    try:
+        optimizers[1].load_state_dict(mine.state_dict())
+    except shardgraph.CheckpointError as error:
+        facts["told"] = str(error)
+    step(original, optimizers[1])
+    facts["after the refusal"] = difference(sharded, original, gradients=False)
     return facts
 
 

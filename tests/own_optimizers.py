@@ -279,6 +279,34 @@ NOT_BY_ELEMENT: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
 }
 
 
+class ByNumbers(Own):
+    """It reads norms as numbers, and branches on them."""
+
+    def update(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        weight, gradient = parameter.norm().item(), float(parameter.grad.norm())
+        rate = weight / gradient if gradient > 1e-9 else 1.0
+        parameter.sub_(parameter.grad, alpha=group["lr"] * rate)
+        parameter.sub_(parameter.grad, alpha=group["lr"] * int(parameter.sum() > 0))
+
+
+class NormalizedSGD(optim.SGD):
+    """One of torch's, after all gradients were divided by a number."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        size = math.sqrt(sum(p.grad.square().sum().item() for p in parameters))
+        for parameter in parameters:
+            parameter.grad.div_(size)
+        super().step(closure)
+
+
+def of_numbers(plan: str) -> float:
+    """The largest difference of a weight after steps by optimizers that read numbers of parameters, some of whose
+    shards are empty."""
+    return max(_difference(plan, make) for make in (ByNumbers, lambda p: NormalizedSGD(p, lr=0.1, momentum=0.9)))
+
+
 def differences(plan: str) -> dict[str, float]:
     """The largest difference of a weight from that of the same optimizer on plain torch, after four steps under a
     schedule: whole ones, and the optimizer's own."""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(280)
 @pytest.mark.parametrize("plan", ["fsdp", "zero1", "ddp"])
 def test_every_optimizer_that_computes_by_element_gives_the_weights_of_the_unsharded_one(plan):
     for errors in on_ranks(local_steps.errors_by_optimizer, 2, args=(plan,)):
-        assert len(errors) == 15
+        assert len(errors) == 20
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
@@ -23,6 +23,13 @@ def test_the_state_is_of_dtensors_and_goes_on_from_what_was_loaded():
         assert facts["kinds"] == {"exp_avg": "DTensor", "exp_avg_sq": "DTensor", "step": "Tensor"}
         assert facts["same objects at the next step"]
         assert facts["after loading"] < 1e-12
+
+
+def test_a_state_of_whole_tensors_or_of_another_plan_is_loaded_into_shards_and_shards_into_whole_ones_not():
+    for facts in on_ranks(local_steps.loaded, 2):
+        assert facts["placed"]
+        assert max(facts["another plan"], facts["whole tensors"], facts["after the refusal"]) < 1e-12
+        assert "the state is that of shards" in facts["told"] and "full_state_dict=True" in facts["told"]
 
 
 def test_operations_of_a_step_are_on_plain_tensors():

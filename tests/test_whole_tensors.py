@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import shardgraph
 from tests import whole_tensors
 from tests.standing import on_ranks
 
@@ -18,6 +19,16 @@ pytestmark = pytest.mark.timeout(280)
 def test_every_plan_gives_the_weights_of_the_unsharded_optimizer(plan, ranks):
     for errors in on_ranks(whole_tensors.errors, ranks, args=(plan,)):
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
+
+
+def test_classes_derived_of_those_step_on_whole_tensors_too_and_refuse_closures_but_for_lbfgs():
+    for error, alike, told in on_ranks(whole_tensors.with_closures):
+        assert error < 1e-12 and alike
+        assert "Counting has a step of its own" in told and "call loss.backward() before" in told
+
+
+def test_a_class_that_is_imported_after_compiling_steps_on_whole_tensors():
+    assert max(shardgraph.launch(whole_tensors.imported_late, 2)) < 1e-12
 
 
 def test_state_is_that_of_the_unsharded_optimizer_in_shards_and_goes_on_from_what_was_loaded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +36,38 @@ class Lion(optim.Optimizer):
                 momentum.lerp_(parameter.grad, 1 - slow)
 
 
+class Counting(optim.Adafactor):
+    """Derived of one that computes with whole tensors, with a step of its own, which counts its calls and scales all
+    gradients by their norm."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([gradient.reshape(-1) for gradient in gradients]).norm().item()
+        for gradient in gradients:
+            gradient.div_(self.calls * norm)
+        super().step()
+
+
+class Slower(optim.Muon):
+    """Derived without a step of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.005)
+
+
+class Logging(optim.LBFGS):
+    """Derived of one that computes with all parameters, and keeps its losses."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        self.losses = [*getattr(self, "losses", []), super().step(closure)]
+        return self.losses[-1]
+
+
 def matrices(module: nn.Module) -> Iterable[nn.Parameter]:
     """What Muon trains."""
     return (parameter for parameter in module.parameters() if parameter.dim() == 2)
@@ -45,6 +78,8 @@ OPTIMIZERS: dict[str, Any] = {
     "Adafactor of all at once": lambda m: optim.Adafactor(m.parameters(), lr=0.01, foreach=True),
     "Muon": lambda m: optim.Muon(matrices(m), lr=0.01),
     "Lion": lambda m: Lion(m.parameters()),
+    "derived with a step of its own": lambda m: Counting(m.parameters(), lr=0.01),
+    "derived without": lambda m: Slower(matrices(m)),
 }
 
 
@@ -65,6 +100,46 @@ def _error(plan: str, make: Any) -> float:
         reference.step(number)
         for module in (sharded, original):
             module.zero_grad()
+    return difference(sharded, original, gradients=False)
+
+
+def with_closures() -> tuple[float, bool, str]:
+    """The error of weights after steps of a class derived of LBFGS, whether its losses are the original's, and what is
+    said of a closure for one that is derived of Adafactor."""
+    sharded, original = pair()
+    optimizers = [Logging(module.parameters(), lr=0.1) for module in (sharded, original)]
+    for module, optimizer in zip((sharded, original), optimizers, strict=True):
+
+        def closure(module: Any = module, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss = nn.functional.mse_loss(module(batch(0)), target(0))
+                loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    losses = [torch.stack(list(map(torch.as_tensor, optimizer.losses))) for optimizer in optimizers]
+    try:
+        Counting(sharded.parameters(), lr=0.01).step(lambda: None)
+        told = "it ran"
+    except shardgraph.ShardGraphError as error:
+        told = str(error)
+    return difference(sharded, original, gradients=False), torch.allclose(*losses), told
+
+
+def imported_late() -> float:
+    """The error of weights after steps of an optimizer whose module is imported after the model was compiled."""
+    sharded, original = pair()
+    assert "transformers.optimization" not in sys.modules
+    from transformers.optimization import Adafactor
+
+    mine, reference = Adafactor(sharded.parameters()), Original(original, Adafactor(original.parameters()))
+    for number in range(3):
+        sharded.train_step(batch(number), target=target(number))
+        mine.step()
+        mine.zero_grad()
+        reference.step(number)
     return difference(sharded, original, gradients=False)
 
 

@@ -25,23 +25,29 @@ def local_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_local_state_dict(own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-    """Copy the shards of a rank into its ``own`` ones, both of :func:`local_state_dict`.
+def load_local_state_dict(
+    model: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], *, strict: bool = True
+) -> LoadedKeys:
+    """Copy the shards of a rank into the ``own`` ones of ``model``, both of :func:`local_state_dict`, and give its
+    modules their extra state.
 
     Raises:
         CheckpointError: they are of another model or dtype, or of another number of ranks; nothing has been loaded.
     """
-    own = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    extra = {name for name in own if name.rpartition(".")[-1] == "_extra_state"}  # torch's name for it
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor) and name not in extra}
     missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
-    differ = [n for n in own if n in state and own[n].shape != state[n].shape]
+    differ = [n for n in tensors if n in state and tensors[n].shape != state[n].shape]
     if differ or (strict and (missing or unexpected)):
         raise CheckpointError(
             f"these shards are not of this rank of this model: missing {missing}, unknown {unexpected}, of another "
             f"shape {differ}. Load them on as many ranks as saved them; state_dict() loads on any number"
         )
-    check_dtypes(own, state)
-    for name in own.keys() & state.keys():
-        own[name].copy_(state[name])
+    check_dtypes(tensors, state)
+    for name in tensors.keys() & state.keys():
+        tensors[name].copy_(state[name])
+    for name in extra & state.keys():
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
     return LoadedKeys(missing, unexpected)
 
 

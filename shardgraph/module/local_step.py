@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -22,11 +22,14 @@ import torch
 from torch import nn, optim
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgraph import torch_api
+from shardgraph.errors import NOT_PICKLED, ShardGraphError
 from shardgraph.module.all_parameters_step import step_on_all
 from shardgraph.module.by_element import STEPS
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError
+from shardgraph.module.optimizer_state import load_placed
 from shardgraph.module.whole_tensor_step import step_on_whole, whole_kinds
 from shardgraph.runtime.executor import State
 from shardgraph.torch_api import local_tensor
@@ -49,11 +52,21 @@ _MARK = "_shardgraph_steps_on_shard"
 """The attribute of sharded modules' parameters that are DTensors: True, later a reference to their module's state."""
 
 
+class _OfModule(weakref.ref[State]):
+    """The state of a parameter's module. A copy of the parameter is of no module, and no file can have it."""
+
+    def __deepcopy__(self, memo: Any) -> bool:
+        return True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardGraphError(NOT_PICKLED)
+
+
 def step_together(state: State) -> None:
     """Have such optimizers step on many of a module's shards at a time."""
     for parameter in state.layout.parameters:
-        if hasattr(parameter, _MARK):
-            setattr(parameter, _MARK, weakref.ref(state))
+        if _is_ours(parameter):
+            setattr(parameter, _MARK, _OfModule(state))
 
 
 def step_on_shard(parameter: nn.Parameter) -> None:
@@ -78,15 +91,26 @@ def _wrap_step(kind: type[optim.Optimizer]) -> None:
 def _meet_users_own() -> None:
     torch_api.when_made(_meet)
     torch_api.before_every_step(_meet)  # for those that were made before
+    torch_api.in_every_load(functools.partial(load_placed, _is_ours))
+
+
+_DERIVED: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
+"""Classes that have been met, with a step of their own, of those that step on whole tensors."""
 
 
 def _meet(optimizer: optim.Optimizer, *_: Any) -> None:
-    """Have the class of an optimizer step on many shards at a time, from the next step on, if that can be shown."""
+    """Have the class of an optimizer step on shards as its kind does, from the next step on: on many at a time, if that
+    can be shown, or on whole tensors."""
     kind = type(optimizer)
-    if kind in STEPS or kind.__module__.partition(".")[0] in ("torch", "shardgraph"):
+    if kind in STEPS or kind in _DERIVED or kind.__module__.partition(".")[0] in ("torch", "shardgraph"):
         return
-    if not issubclass(kind, (*whole_kinds(), optim.LBFGS)):
+    if kind in whole_kinds():  # imported since the first module was compiled
+        _wrap_step(kind)
+    elif not issubclass(kind, (*whole_kinds(), optim.LBFGS)):
         STEPS[kind] = _replace_step(kind, functools.partial(_wrapped_own, weakref.ref(kind)))
+    elif "step" in vars(kind):
+        _DERIVED.add(kind)
+        _replace_step(kind, functools.partial(_wrapped_derived, weakref.ref(kind)))
 
 
 def _replace_step(kind: type[optim.Optimizer], wrap: Callable[[Callable[..., Any]], Any]) -> Callable[..., Any]:
@@ -106,7 +130,7 @@ def _replace_step(kind: type[optim.Optimizer], wrap: Callable[[Callable[..., Any
 def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if type(self) is not kind:
+        if _has_step_of(type(self)) is not kind:
             return original(self, closure)
         if isinstance(self, optim.LBFGS):
             if closure is None or not _are_ours(self):
@@ -120,24 +144,66 @@ def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Calla
         if not _are_ours(self):
             return original(self)
         if kind not in _ELEMENTWISE:
-            if any(not placement.is_replicate() for p in _parameters_of(self) for placement in p.placements):
-                return step_on_whole(self, original)
-            with _shards(self):  # which are whole
-                return original(self)
+            return _step_on_whole(self, original)
         with _together(self) or _shards(self):
             return original(self)
 
     return step
 
 
+def _has_step_of(kind: type) -> type:
+    """The class whose step that of ``kind`` is."""
+    return next(each for each in kind.__mro__ if "step" in vars(each))
+
+
+def _step_on_whole(optimizer: optim.Optimizer, original: Callable[..., Any], at_once: bool = False) -> Any:
+    if any(not placement.is_replicate() for p in _parameters_of(optimizer) for placement in p.placements):
+        return step_on_whole(optimizer, original, at_once)
+    with _shards(optimizer):  # which are whole
+        return original(optimizer)
+
+
+def _wrapped_derived(kind: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of a class that is derived of one that computes with whole tensors: on all of them at once, since it may
+    combine them, and count its calls."""
+
+    @functools.wraps(original)
+    def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        given = [each for each in (*args, *kwargs.values()) if each is not None]
+        if _has_step_of(type(self)) is not kind() or not _are_ours(self):
+            return original(self, *args, **kwargs)
+        if isinstance(self, optim.LBFGS) and len(given) == 1:
+            return step_on_all(self, original, given[0])
+        if given:
+            raise ShardGraphError(
+                f"{type(self).__name__} has a step of its own, which computes with whole tensors, and is given a "
+                "closure, which computes with shards: call loss.backward() before, and step() without arguments"
+            )
+        return _step_on_whole(self, original, at_once=True)
+
+    return step
+
+
+class _WholeNumbers(TorchDispatchMode):
+    """Within, a number that is read of shards, such as a norm, is that of the whole tensor: on all ranks alike."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``."""
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
+            args = (args[0].full_tensor(),)
+        return func(*args, **(kwargs or {}))
+
+
 def _wrapped_own(kind: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not any(map(_is_ours, _parameters_of(self))):
+            return original(self, *args, **kwargs)
         given = any(each is not None for each in (*args, *kwargs.values()))  # a closure, which it may call at any time
-        together = None
-        if type(self) is kind() and not given and _are_ours(self) and not torch.compiler.is_compiling():
-            together = _together(self)
-        with together or nullcontext():
+        together = _together(self) if type(self) is kind() and not given and _are_ours(self) else None
+        with together or _WholeNumbers():
             return original(self, *args, **kwargs)
 
     return step
@@ -177,6 +243,11 @@ def _parameters_of(optimizer: optim.Optimizer) -> Iterator[Any]:
 _mark_of = attrgetter(_MARK)
 
 
+def _is_ours(parameter: Any) -> bool:
+    """Whether it is a DTensor of a sharded module."""
+    return isinstance(parameter, DTensor) and hasattr(parameter, _MARK)
+
+
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Whether an optimizer computes element by element: one of torch's, or of a user's own for which
     :meth:`FlatUpdate.prepare` may show it."""
@@ -195,7 +266,7 @@ def _are_ours(optimizer: optim.Optimizer) -> bool:
             return False
         for parameter in group["params"]:
             gradient = parameter.grad
-            if not hasattr(parameter, _MARK):
+            if not _is_ours(parameter):
                 return False
             if gradient is None:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,47 @@ def sharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         for number, values in state["state"].items()
     }
     return {**state, "state": by_number}
+
+
+def load_placed(
+    is_ours: Callable[[Any], bool],
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    load: Callable[[torch.optim.Optimizer, Any], None],
+) -> None:
+    """``load`` a state of whole tensors, or of shards as any plan has them, for the shards of parameters that are ours.
+
+    Each rank takes its part of whole tensors, without communication; shards of another plan are redistributed.
+
+    Raises:
+        CheckpointError: the state is of shards, and the parameters are not; nothing has been loaded.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    loaded = (value for values in state.get("state", {}).values() for value in pytree.tree_leaves(values))
+    if any(isinstance(value, DTensor) for value in loaded) and not any(isinstance(p, DTensor) for p in parameters):
+        raise CheckpointError(
+            f"the state is that of shards, and this {type(optimizer).__name__} has whole parameters; nothing was "
+            "loaded: get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, with "
+            "StateDictOptions(full_state_dict=True), makes it whole, under the names of parameters"
+        )
+    load(optimizer, state)
+    if isinstance(optimizer, torch.optim.LBFGS):  # whose state is of all parameters, and whole
+        return
+    for parameter, values in optimizer.state.items():
+        if is_ours(parameter):
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and not _is_placed_like(parameter, value):
+                    values[name] = placed_like(parameter, value)
+
+
+def _is_placed_like(parameter: Any, value: Any) -> bool:
+    """Whether an optimizer may have this tensor beside the shards of ``parameter`` as it is."""
+    if not value.dim() or value.shape != parameter.shape:
+        return True
+    return isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
+        parameter.device_mesh,
+        parameter.placements,
+    )
 
 
 def placed_like(parameter: torch.Tensor, value: Any) -> Any:

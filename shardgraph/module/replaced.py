@@ -45,7 +45,7 @@ def adopt(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 raise ShardGraphError(
                     f"this {type(optimizer).__name__} has stepped before shardgraph.compile replaced its parameters by "
                     "shards, and its state is that of whole parameters: make a new optimizer of sharded.parameters(), "
-                    "and load the state with torch.distributed.checkpoint"
+                    "and give its load_state_dict this one's state_dict()"
                 )
             parameters[i] = current(parameter)
 

@@ -74,7 +74,7 @@ class SavedState(AsWrapped):
 
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's shards, as plain tensors, for :meth:`load_local_state_dict` on as many ranks."""
-        return local_state.local_state_dict(self._of_stages(nn.Module.state_dict(self)))
+        return local_state.local_state_dict(self._of_stages(nn.Module.state_dict(self.original)))
 
     @checked(state_dict=STATE, strict=BOOL)
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> checkpoint.LoadedKeys:
@@ -83,7 +83,7 @@ class SavedState(AsWrapped):
         Raises:
             CheckpointError: they are of another model, or of another number of ranks; nothing has been loaded.
         """
-        return local_state.load_local_state_dict(self.local_state_dict(), state_dict, strict=strict)
+        return local_state.load_local_state_dict(self.original, self.local_state_dict(), state_dict, strict=strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What this rank's shards are of. Saved beside them, :func:`shardgraph.consolidate` makes whole tensors."""

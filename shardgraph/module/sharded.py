@@ -21,7 +21,7 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.subclasses import check_inputs, check_transforms
-from shardgraph.errors import ArgumentError, ShardGraphError, shown
+from shardgraph.errors import NOT_PICKLED, ArgumentError, ShardGraphError, shown
 from shardgraph.module import checkpoint, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
 from shardgraph.module.as_written import AsWritten
@@ -134,10 +134,11 @@ class ShardedModule(SavedState):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardGraphError(NOT_PICKLED)
+
+    def __copy__(self) -> Any:
         raise ShardGraphError(
-            "a compiled module cannot be pickled, with its process groups and programs: save its state, with "
-            "torch.save(sharded.full_state_dict(), ...) or save_safetensors for the original model, or with "
-            "torch.distributed.checkpoint for any number of ranks"
+            "copy.copy of a compiled module would share its programs: copy.deepcopy makes one with shards of its own"
         )
 
     @torch_api.not_traced

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgraph.module.checkpoint import load_full_state_dict
+from shardgraph.module.checkpoint import copy_into
 from shardgraph.module.parameters import like, tied_names
 from shardgraph.module.replaced import remember
 from shardgraph.torch_api import list_weights
@@ -35,10 +35,10 @@ def whole_parameters(model: nn.Module, names: Collection[str] | None = None, kee
         present = dict(model.named_parameters())
         kept = {present[name] for name in chosen if name in present}
         back = {whole: sharded for sharded, whole in replaced.items() if whole in kept and whole.shape == sharded.shape}
-        written = {name: present[name].detach() for name in chosen if present.get(name) in back}
         _put(model, back)
-        if keep:
-            load_full_state_dict(model, written, strict=False)
+        if keep:  # by parameter: the names of a state may be others, by hooks
+            for whole, sharded in back.items():
+                copy_into(sharded, whole)
 
 
 @torch.no_grad()

@@ -30,13 +30,18 @@ def whole_kinds() -> list[type[optim.Optimizer]]:
     return [optim.Adafactor, optim.Muon, *([imported] if imported else [])]
 
 
-def step_on_whole(optimizer: optim.Optimizer, original: Callable[[optim.Optimizer], Any]) -> None:
-    """The ``original`` step of an optimizer, all of whose parameters are DTensors; on these in host memory."""
+def step_on_whole(
+    optimizer: optim.Optimizer, original: Callable[[optim.Optimizer], Any], at_once: bool = False
+) -> None:
+    """The ``original`` step of an optimizer, all of whose parameters are DTensors; on these in host memory.
+
+    It is called for some parameters after others, unless ``at_once``: for all of them.
+    """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if any(is_on_host(local_tensor(parameter)) for parameter in parameters):
         original(optimizer)
         return
-    for some in _portions(parameters):
+    for some in [parameters] if at_once else _portions(parameters):
         with _whole(optimizer, some):
             original(optimizer)
 

@@ -10,6 +10,7 @@ import torch
 
 from shardgraph.arguments import ANYTHING, BOOL, checked, mapping_of, number, of_plan
 from shardgraph.errors import ArgumentError, CheckpointError, shown
+from shardgraph.module import checkpoint
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.sizes import is_whole
 from shardgraph.torch_api import local_tensor
@@ -89,10 +90,14 @@ class AveragedWeights:
         """
         if not isinstance(state_dict.get("averages"), Mapping) or not is_whole(state_dict.get("updates"), 0):
             raise CheckpointError("the state of averaged weights has 'averages' and 'updates', and this has not")
-        if unlike := state_dict["averages"].keys() ^ self._averages.keys():
+        averages = state_dict["averages"]
+        if unlike := averages.keys() ^ self._averages.keys():
             raise CheckpointError(f"the averages are of other parameters: {sorted(unlike)[0]!r} is in one of them only")
-        with self.applied():
-            self._module.load_state_dict(state_dict["averages"], strict=False)
+        checkpoint.check_dtypes(self._averages, averages)
+        if checkpoint.compared(self._averages, averages)[1]:
+            raise CheckpointError(checkpoint.differences(self._averages, averages))
+        for fqn, average in self._averages.items():  # not as the model loads, which may translate older checkpoints
+            checkpoint.copy_into(average, averages[fqn])
         self.updates = int(state_dict["updates"])
 
     @torch.no_grad()

@@ -77,6 +77,7 @@ from shardgraph.torch_api.optimizers import (
     before_every_step,
     has_own_step,
     has_step_hooks,
+    in_every_load,
     when_made,
 )
 from shardgraph.torch_api.recorder import GENERATED, communicated

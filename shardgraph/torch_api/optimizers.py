@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.optim import optimizer as _optimizer
@@ -21,6 +22,17 @@ def before_every_step(hook: Callable[..., None]) -> None:
 def after_every_step(hook: Callable[..., None]) -> None:
     """As :func:`before_every_step`, after each step."""
     _OWN.add(_optimizer.register_optimizer_step_post_hook(hook).id)
+
+
+def in_every_load(load: Callable[[torch.optim.Optimizer, Any, Callable[..., None]], None]) -> None:
+    """Have ``load`` called with every optimizer that loads a state, with that, and with torch's way to load it."""
+    original = torch.optim.Optimizer.load_state_dict
+
+    @functools.wraps(original)
+    def loading(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        load(self, state_dict, original)
+
+    torch.optim.Optimizer.load_state_dict = loading  # type: ignore[method-assign]
 
 
 def when_made(hook: Callable[[torch.optim.Optimizer], None]) -> None:
