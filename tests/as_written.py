@@ -22,7 +22,7 @@ from transformers.optimization import Adafactor
 import shardgraph
 from shardgraph.module import sharded as module
 from shardgraph.module.remembered import lowered
-from tests.ranks import difference
+from tests.ranks import difference, whole
 
 
 class Retriever(nn.Module):
@@ -60,13 +60,22 @@ def pair(plan: str, make: Callable[[], nn.Module] = Retriever, **options: Any) -
     """A compiled model, and the original."""
     torch.manual_seed(0)
     original = make().double()
+    if divided := _divided(plan):
+        mesh = {"dp": dist.get_world_size() // divided, "tp": divided} if plan == "fsdp+tp" else {"tp": divided}
+        options = {"mesh": mesh, "example_inputs": batch(plan)[:1], **options}
     return shardgraph.compile(copy.deepcopy(original), plan, progress=False, **options), original
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def batch(plan: str = "fsdp") -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's part of a batch, and all of it."""
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return whole[4 * dist.get_rank() :][:4], whole
+    share = _divided(plan) or 1
+    return whole.chunk(dist.get_world_size() // share)[dist.get_rank() // share], whole
+
+
+def _divided(plan: str) -> int:
+    """By how many ranks operators are divided, which share a batch."""
+    return {"tp": dist.get_world_size(), "fsdp+tp": 2}.get(plan, 0)
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -87,7 +96,7 @@ def differentiated(plan: str, of: str) -> float:
         "a layer": lambda model, x: model.encoder[0](x).square(),
         "the original": lambda model, x: getattr(model, "original", model)(x),
     }
-    part, whole = batch()
+    part, whole = batch(plan)
     worst = 0.0
     for _ in range(2):  # gradients add up
         for model, x in ((sharded, part), (original, whole)):
@@ -116,7 +125,7 @@ def with_parameters_by_themselves(plan: str) -> tuple[float, str, float, str]:
     """Errors of a method that uses a parameter by itself and of its gradients; what one says that writes a tensor to
     it; and the same inside of ``unsharded``: the error, and what backward says."""
     sharded, original = pair(plan)
-    part, whole = batch()
+    part, whole = batch(plan)
     for model, x in ((sharded, part), (original, whole)):
         model.project(x).square().mean().backward()
     trained = difference(sharded, original, gradients=True)
@@ -152,9 +161,8 @@ class Agent(nn.Module):
 
 def outside_of_methods(plan: str) -> float:
     """The error of weights after steps by a loss that is computed outside: a part's method, penalties, a scale."""
-    sharded, original = pair(plan, Agent, example_inputs=batch()[1:], mesh={"tp": 2} if plan == "tp" else None)
-    part, whole = batch()
-    part = whole if plan == "tp" else part
+    sharded, original = pair(plan, Agent)
+    part, whole = batch(plan)
     for model, x in ((sharded, part), (original, whole)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
@@ -199,7 +207,7 @@ def mixed_and_not_caught() -> None:
 def gradient_penalty(plan: str) -> float:
     """The error of gradients through the slope of a critic by its inputs, through the original."""
     sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1)))
-    part, whole = batch()
+    part, whole = batch(plan)
     for model, called, x in ((sharded, sharded.original, part), (original, original, whole)):
         at = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(called(at).sum(), at, create_graph=True)
@@ -210,7 +218,7 @@ def gradient_penalty(plan: str) -> float:
 def written_whole(plan: str) -> tuple[float, float]:
     """Errors after parameters were written, and a call made, inside of ``unsharded``; and of a step after that."""
     sharded, original = pair(plan)
-    part, whole = batch()
+    part, whole = batch(plan)
     with sharded.unsharded(), torch.no_grad():
         for model in (sharded, original):
             model.projection.fill_(2.0)
@@ -225,44 +233,10 @@ def written_whole(plan: str) -> tuple[float, float]:
     return first, difference(sharded, original, gradients=False)
 
 
-def copied(plan: str) -> tuple[float, float, bool]:
-    """The error of a copy while the module trains, that of the module, and whether the copy trains as it does."""
-    sharded, original = pair(plan)
-    part, whole = batch()
-    sharded(part)
-    twin, before = copy.deepcopy(sharded), copy.deepcopy(original)
-    for model, x in ((sharded, part), (original, whole)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        model(x).backward()
-        optimizer.step()
-    errors = difference(twin, before, gradients=False), difference(sharded, original, gradients=False)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
-    twin(part).backward()
-    optimizer.step()
-    return *errors, difference(twin, original, gradients=False) < 1e-12
-
-
-def averaged(plan: str) -> float:
-    """The error of torch's averages of a compiled module, and of what they compute."""
-    sharded, original = pair(plan)
-    part, whole = batch()
-    means = [torch.optim.swa_utils.AveragedModel(model) for model in (sharded, original)]
-    for _ in range(3):
-        for model, mean, x in ((sharded, means[0], part), (original, means[1], whole)):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-            model(x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            mean.update_parameters(model)
-    with torch.no_grad():
-        output = (means[0](part) - means[1](part)).abs().item()
-    return max(output, difference(means[0].module, means[1].module, gradients=False))
-
-
 def added(plan: str, how: str) -> tuple[float, bool]:
     """The error of training after a head was added, and whether it is sharded as the others are."""
     sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)))
-    part, whole = batch()
+    part, whole = batch(plan)
     sharded(part), original(whole)
     torch.manual_seed(1)
     head = nn.Linear(7, 9).double()
@@ -296,85 +270,18 @@ def added_with_other_values() -> str:
     return raised(lambda: sharded(part))
 
 
-def loaded_its_own_way(plan: str, folder: str) -> tuple[int, float, str, float]:
-    """Extra state after a round trip through a whole checkpoint, errors of its values, what is said of a checkpoint
-    of another model, and what that has changed."""
-    sharded, original = pair(plan)
-    sharded.calls = original.calls = 3
-    state = sharded.full_state_dict()
-    path = Path(folder) / "state.pt"
-    if dist.get_rank() == 0:
-        torch.save(state, path)
-    dist.barrier()
-    state = torch.load(path)
-    sharded.calls = 0
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.zero_()
-    sharded.load_state_dict(state)
-    error = difference(sharded, original, gradients=False)
-    told = raised(lambda: sharded.load_state_dict({**state, "projection": torch.zeros(9)}))
-    return sharded.calls, error, told, difference(sharded, original, gradients=False)
-
-
-def renamed(plan: str) -> float:
-    """The error after loading a checkpoint with names of before, which the model's hook translates."""
-    sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7)))
-
-    def translate(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if f"{prefix}kernel" in state:
-            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
-
-    sharded[0].register_load_state_dict_pre_hook(translate)
-    with torch.no_grad():
-        original[0].weight.fill_(0.5)
-    sharded.load_state_dict({"0.kernel": original[0].weight.detach(), "0.bias": original[0].bias.detach()})
-    return difference(sharded, original, gradients=False)
-
-
-class Grown(nn.Linear):
-    """A layer that loads a checkpoint of before, which had half of its values."""
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
-        super()._load_from_state_dict(state, prefix, *rest)
-
-
-def grown(plan: str) -> float:
-    """The error after loading into a layer that overrides how it loads."""
-    sharded, original = pair(plan, lambda: nn.Sequential(Grown(6, 7)))
-    state = {name: 0.25 * value for name, value in original.state_dict().items()}
-    for model in (sharded, original):
-        model.load_state_dict(dict(state))
-    return difference(sharded, original, gradients=False)
-
-
-def hooked(plan: str) -> tuple[list[str], list[str]]:
-    """What hooks of the root see, and the names of a state whose hook renames them, of a compiled module and of the
-    original."""
-    found = []
-    for model, x in zip(pair(plan, lambda: nn.Sequential(nn.Linear(6, 7))), batch(), strict=True):
-        seen: list[str] = []
-        model.register_forward_pre_hook(lambda module, args, seen=seen: seen.append("before"))
-        model.register_forward_hook(lambda module, args, output, seen=seen: seen.append("after"))
-        model.register_state_dict_post_hook(
-            lambda module, state, prefix, _: state.update({f"{prefix}kernel": state.pop(f"{prefix}0.weight")})
-        )
-        model(x)
-        found.append(seen + sorted(model.state_dict()))
-    return found[0], found[1]
-
-
 def as_a_vector(plan: str) -> float:
-    """The error of all parameters as one vector, that is set again at twice its size."""
+    """The error of all parameters as one vector, that is set again at twice its size, and of gradients through it."""
     sharded, original = pair(plan)
-    with sharded.unsharded(), torch.no_grad():
+    with sharded.as_written():
         vector = parameters_to_vector(sharded.parameters())
-        error = float((vector - parameters_to_vector(original.parameters())).abs().max())
-        for parameter, value in zip(sharded.parameters(), original.parameters(), strict=True):
-            parameter.copy_(2 * value)
-    with torch.no_grad():
-        vector_to_parameters(2 * parameters_to_vector(original.parameters()), original.parameters())
+        vector.square().sum().backward()
+    expected = parameters_to_vector(original.parameters())
+    expected.square().sum().backward()
+    error = max(float((whole(vector) - expected).abs().max()), difference(sharded, original, gradients=True))
+    with sharded.unsharded():
+        vector_to_parameters(2 * parameters_to_vector(sharded.parameters()).detach(), sharded.parameters())
+    vector_to_parameters(2 * expected.detach(), original.parameters())
     return max(error, difference(sharded, original, gradients=False))
 
 
@@ -384,11 +291,6 @@ def registered_as_with_fsdp2(plan: str) -> float:
     register_fsdp_forward_method(sharded, "encode")
     part, _ = batch()
     return float((sharded.encode(part) - original.encode(part)).abs().max())
-
-
-def text() -> torch.Tensor:
-    """Tokens that are this rank's own."""
-    return torch.arange(8).reshape(2, 4) + 3 * dist.get_rank()
 
 
 LANGUAGE: dict[str, Callable[[], nn.Module]] = {
@@ -408,16 +310,18 @@ def of_transformers(plan: str, name: str, folder: str) -> dict[str, Any]:
     """What methods of a model of transformers do after it was compiled."""
     torch.manual_seed(0)
     original = LANGUAGE[name]().eval()
-    sharded = shardgraph.compile(copy.deepcopy(original), plan, progress=False)
+    number = 0 if plan == "tp" else dist.get_rank()  # of this rank's own text and its length
+    ids = torch.arange(8).reshape(2, 4) + 3 * number
+    options: dict[str, Any] = {"mesh": {"tp": 2}, "example_kwargs": {"input_ids": ids}} if plan == "tp" else {}
+    sharded = shardgraph.compile(copy.deepcopy(original), plan, progress=False, **options)
     facts: dict[str, Any] = {}
-    ids = text()
     sharded(input_ids=ids)
-    words = dict(max_new_tokens=2 + 3 * dist.get_rank(), do_sample=False, attention_mask=torch.ones_like(ids))
+    words = dict(max_new_tokens=2 + 3 * number, do_sample=False, attention_mask=torch.ones_like(ids))
     facts["generated"] = torch.equal(sharded.generate(ids, **words), original.generate(ids, **words))
     embedded = sharded.get_input_embeddings()(ids) - original.get_input_embeddings()(ids)
     facts["embedded"] = embedded.abs().max().item()
     with sharded.unsharded():
-        sharded.resize_token_embeddings(57, mean_resizing=False)
+        sharded.resize_token_embeddings(58, mean_resizing=False)
     facts["rows"] = sharded.get_input_embeddings().weight.shape[0]
     logits = sharded(input_ids=ids).logits
     sharded.save_pretrained(folder)
@@ -454,10 +358,10 @@ def compiled_once(plan: str) -> int:
 
 def stepped(plan: str, name: str) -> float:
     """The error of weights after three steps with closures, of shards that are not even."""
-    torch.manual_seed(0)
-    original = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 5)).double()
-    sharded = shardgraph.compile(copy.deepcopy(original), plan, progress=False)
-    part, whole = batch()
+    sharded, original = pair(
+        plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 5))
+    )
+    part, whole = batch(plan)
     for model, x in ((sharded, part), (original, whole)):
         optimizer = OPTIMIZERS[name](model.parameters())
 

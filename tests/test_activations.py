@@ -164,6 +164,22 @@ def test_a_call_of_other_shapes_takes_what_applies_and_solves_nothing(no_solver)
     assert any("were decided for forward and backward of int64[2, 16]" in note for note in program.notes)
 
 
+def test_an_evaluation_with_gradients_takes_what_applies_of_a_plan_for_training():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.1))
+    x = torch.randn(4, 8)
+    plan = decided(model, joint := captured(model, (x,)), "tp", (("tp", 2),))
+    (_, rules), call = plan.activations.along[0], plan.activations.call
+    assert call == "forward and backward of float32[4, 8], buffers written: 3, random draws: 1"
+    everywhere = "replicate, replicate, replicate, replicate, replicate -> " + ", ".join(["replicate"] * 5)
+    rules = (*rules, ("0/batch_norm.1", everywhere))  # as a search may write it
+    plan = replace(plan, activations=Activations(call, (("tp", rules),)))
+    lower(joint, plan, named_shapes(model))
+    evaluated = captured(copy.deepcopy(model).eval(), (x,))
+    program = lower(evaluated, plan, named_shapes(model))
+    assert program.backward is not None
+    assert any("these do not apply" in note and "batch_norm" in note for note in program.notes)
+
+
 @pytest.mark.slow
 def test_a_step_for_the_loss_alone_takes_what_applies_of_a_plan_for_all_outputs():
     model = llama(3, hidden_size=WIDTH, vocab_size=64)

@@ -25,7 +25,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
 from shardgraph.errors import PlanError, nearest
-from shardgraph.ir import Gradient, Input, Output, Parameter, Tangent, outputs, placeholders
+from shardgraph.ir import Buffer, Gradient, Input, Mutation, Output, Parameter, Tangent, outputs, placeholders
 from shardgraph.passes.base import Context
 from shardgraph.passes.sharding.choose import Placements
 from shardgraph.passes.sharding.classes import pattern_of, written_names
@@ -78,8 +78,9 @@ def choose(gm: fx.GraphModule, placements: Placements, axis: str, context: Conte
 def call_of(gm: fx.GraphModule) -> str:
     """The call that a joint graph was captured for, as text: which halves it has (forward, backward), and inputs.
 
-    And how many outputs, if there are several: a step for the loss alone computes fewer. And if not all parameters
-    have gradients, which do: layers may be frozen and trained again.
+    And how many outputs, if there are several: a step for the loss alone computes fewer. And what training does beside,
+    which evaluation does not: it writes buffers, and draws random numbers. And if not all parameters have gradients,
+    which do: layers may be frozen and trained again.
     """
     roles = placeholders(gm)
     halves = "forward and backward" if any(isinstance(role, Tangent) for role in roles) else "forward"
@@ -87,7 +88,11 @@ def call_of(gm: fx.GraphModule) -> str:
     tensors = [value for _, value in inputs if isinstance(value, torch.Tensor)]
     forms = [f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" for value in tensors]
     count = sum(isinstance(role, Output) for role, _ in outputs(gm))
+    written = sum(isinstance(role, Mutation) and isinstance(role.of, Buffer) for role, _ in outputs(gm))
+    drawn = sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
     results = f", {count} outputs" if count > 1 else ""
+    results += f", buffers written: {written}" if written else ""
+    results += f", random draws: {drawn}" if drawn else ""
     return f"{halves} of {', '.join(forms) or 'no tensors'}{results}{_trained(gm)}"
 
 

@@ -345,7 +345,8 @@ _REMEDIES = {
     r"Dynamic shape operator.*ctc_loss": "lengths of ctc_loss are values of tensors: return the log-probabilities from "
     "forward, and compute F.ctc_loss of them outside",
     r"data-dependent expression.*modules/batchnorm\.py": "a batch norm with momentum=None averages over all calls, and "
-    "their number is the value of a buffer: give it a momentum",
+    "their number is the value of a buffer: give it a momentum; update_bn of torch.optim.swa_utils, which takes it "
+    "away for a while, is called with sharded.original",
     "checkpoint_sequential": "torch.utils.checkpoint.checkpoint, called for each part, is captured; and recompute= of "
     "shardgraph.compile recomputes layers without it",
     r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "
