@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.optimization import Adafactor
@@ -258,6 +258,32 @@ def added(plan: str, how: str) -> tuple[float, bool]:
     alike = {type(parameter).__name__ for parameter in sharded.parameters()}
     placed = {parameter.placements for parameter in sharded.parameters() if isinstance(parameter, DTensor)}
     return difference(sharded, original, gradients=False), len(alike) == len(placed) == 1
+
+
+def added_where_it_cannot_be() -> dict[str, str]:
+    """What is said of a head without values, and of one under a plan with a pipeline."""
+    sharded, _ = pair("fsdp", lambda: nn.Sequential(nn.Linear(6, 7)))
+    part, _ = batch()
+    sharded(part)
+    with torch.device("meta"):
+        sharded.append(nn.Linear(7, 2).double())
+    told = {"meta": raised(lambda: sharded(part))}
+    model, x = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)), torch.randn(8, 6)
+    options: dict[str, Any] = {"pipeline": shardgraph.Pipeline(2, balance=(1, 1)), "example_inputs": (x,)}
+    sharded = shardgraph.compile(model, "pp", progress=False, loss_fn=nn.functional.mse_loss, **options)
+    model[1].weight = nn.Parameter(torch.ones(5, 7))
+    told["pipeline"] = raised(lambda: sharded.train_step(x, target=torch.zeros(8, 5)))
+    return told
+
+
+def told_of_inputs() -> dict[str, str]:
+    """What is said of an input in shards, and of a call inside of a transformation."""
+    sharded, _ = pair("fsdp", lambda: nn.Linear(6, 3))
+    part, _ = batch()
+    return {
+        "shards": raised(lambda: sharded(DTensor.from_local(part, sharded.mesh, [Shard(0)]))),
+        "vmap": raised(lambda: torch.func.vmap(sharded)(part)),
+    }
 
 
 def added_with_other_values() -> str:

@@ -95,6 +95,18 @@ def test_whole_parameters_are_read_as_a_vector_with_gradients_and_written(plan):
     assert max(on_ranks(as_written.as_a_vector, RANKS.get(plan, 2), args=(plan,))) < EXACT
 
 
+def test_a_head_without_values_and_one_under_a_pipeline_are_refused_with_what_to_do():
+    for told in on_ranks(as_written.added_where_it_cannot_be):
+        assert "'1.weight' was added after shardgraph.compile and is on meta: give it values" in told["meta"]
+        assert "'1.weight' was added or replaced" in told["pipeline"] and "compile it again" in told["pipeline"]
+
+
+def test_inputs_in_shards_and_calls_inside_of_transformations_are_refused_with_what_to_do():
+    for told in on_ranks(as_written.told_of_inputs):
+        assert "input 0 of the call is a DTensor of shape [8, 6]" in told["shards"] and "to_local()" in told["shards"]
+        assert "a transformation of torch.func" in told["vmap"] and "functional_call" in told["vmap"]
+
+
 def test_a_method_may_be_registered_as_with_fsdp2():
     assert max(on_ranks(as_written.registered_as_with_fsdp2, args=("fsdp",))) < EXACT
 

@@ -45,3 +45,38 @@ def test_averages_of_other_parameters_are_refused():
     average = AveragedWeights(shardgraph.compile(nn.Linear(2, 2), "single"))
     with pytest.raises(CheckpointError, match="'head' is in one of them only"):
         average.load_state_dict({"averages": {**average.state_dict()["averages"], "head": 1}, "updates": 0})
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({"averages": {}}, "has 'averages' and 'updates', and this has not"),
+        (
+            {"averages": {"weight": torch.ones(3, 2), "bias": torch.ones(2)}, "updates": 1},
+            r"'weight' is \[3, 2\]",
+        ),
+        ({"averages": {"weight": torch.ones(2, 2).int(), "bias": torch.ones(2)}, "updates": 1}, "is torch.int32"),
+    ],
+)
+def test_what_is_no_state_of_these_averages_is_refused_and_changes_nothing(state, told):
+    average = AveragedWeights(sharded := shardgraph.compile(nn.Linear(2, 2), "single"))
+    before = {name: value.clone() for name, value in average.state_dict()["averages"].items()}
+    with pytest.raises(CheckpointError, match=told):
+        average.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict()["averages"].items())
+    assert all(torch.equal(value, before[name]) for name, value in sharded.named_parameters())
+
+
+class Doubling(nn.Linear):
+    """Translates a checkpoint of before as it loads."""
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_averages_are_loaded_as_they_were_saved_however_the_model_loads():
+    average = AveragedWeights(shardgraph.compile(Doubling(2, 2), "single"))
+    saved = {name: value.clone() for name, value in average.state_dict()["averages"].items()}
+    average.load_state_dict({"averages": saved, "updates": 1})
+    assert all(torch.equal(value, saved[name]) for name, value in average.state_dict()["averages"].items())

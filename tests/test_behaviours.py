@@ -215,7 +215,7 @@ def test_an_optimizer_that_has_stepped_before_is_refused_at_its_next_step():
     model(X).sum().backward()
     optimizer.step()
     compiled(model)(X).sum().backward()
-    with pytest.raises(shardgraph.ShardGraphError, match="make a new optimizer"):
+    with pytest.raises(shardgraph.ShardGraphError, match=r"make a new optimizer.*give its load_state_dict"):
         optimizer.step()
 
 

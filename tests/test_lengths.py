@@ -229,6 +229,8 @@ def test_gradients_reach_inputs_that_are_padded():
         (lambda x: x[:, ::2], r"output 0 is \[2, 4, 4\] with padding and \[2, 3, 4\] without"),
         (lambda x: (x * 2, x.shape[1]), "output 1 is 8 with padding and 5 without"),
         (lambda x: list(x.unbind(1)), "returns 8 values with padding and 5 without"),
+        (lambda x: x if x.shape[1] > 5 else x[:, 0], r"output 0 is \[2, 8, 4\] with padding and \[2, 4\] without"),
+        (lambda x: x * 2 if x.max() > -9 else x, "forward reads values"),
     ],
 )
 def test_outputs_that_follow_the_length_otherwise_are_refused(forward, told):
@@ -250,6 +252,7 @@ def test_outputs_that_follow_the_length_otherwise_are_refused(forward, told):
             r"'token_type_ids' has size 9 in dimension 1.*: None",
         ),
         ({"input_ids": torch.zeros(9, dtype=torch.long)}, r"'input_ids' is padded along dimension 1.*shape \[9\]"),
+        ({"attention_mask": [[1] * 9] * 3}, r"'attention_mask' is padded along dimension 1 .* it is \[\[1"),
         ({"attention_mask": torch.ones(3, 1, 9, 9)}, r"'attention_mask' has size 1 in dimension 1.* \[batch, length\]"),
         ({"attention_mask": ...}, "the call has no input 'attention_mask'.*attention_mask=None"),
         ({name: torch.ones(3, 33, dtype=torch.long) for name in padded.FILL}, r"length 33, and the longest .* is 32"),

@@ -205,6 +205,12 @@ def test_train_step_without_a_loss_says_what_to_give():
         sharded.train_step(X, target=X)
 
 
+def test_train_step_without_the_target_of_its_loss_says_so():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single", loss_fn=nn.functional.mse_loss)
+    with pytest.raises(shardgraph.ShardGraphError, match=r"needs the target of loss_fn\(output, target\).*target="):
+        sharded.train_step(X)
+
+
 def test_fused_and_foreach_optimizers_and_schedulers_step():
     sharded, _ = pair(lambda m, x: m.linear(x))
     for kind in ({"fused": True}, {"foreach": True}):

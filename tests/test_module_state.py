@@ -74,6 +74,20 @@ def test_a_checkpoint_of_a_model_with_hooks_and_extra_state_is_one_of_that_model
         assert error == 0 and calls == 5 and count == 7
 
 
+def test_shards_are_not_replaced_by_what_is_loaded():
+    sharded = shardgraph.compile(nn.Linear(3, 3), "single")
+    with pytest.raises(shardgraph.ShardGraphError, match=r"assign=True\) would replace the shards; load in place"):
+        sharded.load_state_dict(sharded.state_dict(), assign=True)
+
+
+def test_shards_of_other_ranks_are_refused_by_name_and_nothing_is_loaded():
+    sharded = shardgraph.compile(nn.Linear(3, 3, bias=False), "single")
+    before = sharded.weight.clone()
+    with pytest.raises(shardgraph.CheckpointError, match=r"are not of this rank.*\['weight'\].*on as many ranks"):
+        sharded.load_local_state_dict({"weight": torch.zeros(2, 3)})
+    assert torch.equal(sharded.weight, before)
+
+
 def test_what_is_written_to_whole_parameters_is_kept_where_the_state_has_other_names():
     assert on_ranks(module_state.written_under_hooks, args=("fsdp",)) == [0.0, 0.0]
 
