@@ -271,7 +271,7 @@ def added_where_it_cannot_be() -> dict[str, str]:
     model, x = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)), torch.randn(8, 6)
     options: dict[str, Any] = {"pipeline": shardgraph.Pipeline(2, balance=(1, 1)), "example_inputs": (x,)}
     sharded = shardgraph.compile(model, "pp", progress=False, loss_fn=nn.functional.mse_loss, **options)
-    model[1].weight = nn.Parameter(torch.ones(5, 7))
+    model[1].register_parameter("late", nn.Parameter(torch.ones(5)))
     told["pipeline"] = raised(lambda: sharded.train_step(x, target=torch.zeros(8, 5)))
     return told
 

@@ -57,11 +57,11 @@ def errors_by_optimizer(plan: str) -> dict[str, float]:
 def _error(plan: str, make: Any) -> float:
     sharded, original, x = pair(plan)
     optimizers = [make(module.parameters()) for module in (sharded, original)]
-    for _ in range(7):
+    for number in range(7):
         for module, optimizer in zip((sharded, original), optimizers, strict=True):
             backward(module, x)
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
     return difference(sharded, original, gradients=False)
 
 

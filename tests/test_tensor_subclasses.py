@@ -10,6 +10,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph import CaptureError
+from tests.standing import on_ranks
 
 
 class Doubled(torch.Tensor):
@@ -73,6 +74,22 @@ def test_so_is_a_wrapper_that_dispatches():
     model.weight = nn.Parameter(TwoTensor(model.weight.detach(), model.weight.detach()))
     with pytest.raises(CaptureError, match="the parameter 'weight' is a TwoTensor"):
         shardgraph.compile(model, "single")
+
+
+def test_so_is_one_that_is_added_after_a_call():
+    assert on_ranks(added_after_a_call) == ["the parameter '2.weight' is a Doubled"] * 2
+
+
+def added_after_a_call() -> str:
+    sharded = shardgraph.compile(with_weight(torch.Tensor), "fsdp", progress=False)
+    sharded(X)
+    torch.manual_seed(1)
+    sharded[2].weight = nn.Parameter(torch.ones(4, 8).as_subclass(Doubled))
+    try:
+        sharded(X)
+    except CaptureError as error:
+        return str(error).partition(",")[0]
+    return "it ran"
 
 
 def test_so_is_an_input():

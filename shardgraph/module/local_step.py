@@ -101,7 +101,7 @@ _DERIVED: weakref.WeakSet[type[optim.Optimizer]] = weakref.WeakSet()
 def _meet(optimizer: optim.Optimizer, *_: Any) -> None:
     """Have the class of an optimizer step on shards as its kind does, from the next step on: on many at a time, if that
     can be shown, or on whole tensors."""
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     if kind in STEPS or kind in _DERIVED or kind.__module__.partition(".")[0] in ("torch", "shardgraph"):
         return
     if kind in whole_kinds():  # imported since the first module was compiled

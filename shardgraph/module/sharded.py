@@ -20,7 +20,7 @@ from shardgraph.arguments import BOOL, FROM_NUMPY, OPTIMIZER, checked, instance,
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call
 from shardgraph.capture.pytrees import flatten
-from shardgraph.capture.subclasses import check_inputs, check_transforms
+from shardgraph.capture.subclasses import check_inputs, check_tensors, check_transforms
 from shardgraph.errors import NOT_PICKLED, ArgumentError, ShardGraphError, shown
 from shardgraph.module import checkpoint, training_step
 from shardgraph.module.accumulated import clear_with_optimizers
@@ -394,6 +394,7 @@ class ShardedModule(SavedState):
                     f"the parameter {names[0]!r} was added or replaced after shardgraph.compile, under a plan with a "
                     "pipeline or offloaded parameters: change the model before, or compile it again"
                 )
+            check_tensors(self.original)
             lines += [f"{name}: {list(parameters[name].shape)} {digest(parameters[name])}" for name in names]
         with self._setup.agreement.on_all_ranks("their shards"):
             shard_added(self.original, names, self.plan, self.mesh, self._state.device)
