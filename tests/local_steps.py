@@ -93,8 +93,9 @@ def state() -> dict[str, Any]:
 
 
 def loaded() -> dict[str, Any]:
-    """Errors of training that goes on with a state of whole tensors, and with shards of another plan; whether state is
-    placed as parameters are; and what is said of shards for whole parameters."""
+    """Errors of training that goes on with a state of whole tensors, with shards of another plan, and by an optimizer
+    that was made before compiling; whether state is placed as parameters are; and what is said of shards for whole
+    parameters."""
     sharded, original, x = pair()
     first, _, _ = pair("ddp")
     optimizers = [optim.AdamW(module.parameters(), lr=0.01) for module in (first, original)]
@@ -111,14 +112,19 @@ def loaded() -> dict[str, Any]:
     weights = {name: value.clone() for name, value in original.state_dict().items()}
     reference = copy.deepcopy((original, optimizers[1]))
     step(*reference)
-    for name, optimizer in (("another plan", optimizers[0]), ("whole tensors", optimizers[1])):
-        sharded.load_state_dict(weights)
-        mine = optim.AdamW(sharded.parameters(), lr=0.5)
-        mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model = copy.deepcopy(original)
+    before, late = optim.AdamW(model.parameters(), lr=0.5), shardgraph.compile(model, "fsdp")
+    for name, module, mine, saved in (
+        ("another plan", sharded, optim.AdamW(sharded.parameters(), lr=0.5), optimizers[0]),
+        ("whole tensors", sharded, optim.AdamW(sharded.parameters(), lr=0.5), optimizers[1]),
+        ("made before", late, before, optimizers[1]),
+    ):
+        module.load_state_dict(weights)
+        mine.load_state_dict(copy.deepcopy(saved.state_dict()))
         for parameter, state in mine.state.items():
             facts["placed"] &= state["exp_avg"].placements == parameter.placements
-        step(sharded, mine)
-        facts[name] = difference(sharded, reference[0], gradients=False)
+        step(module, mine)
+        facts[name] = difference(module, reference[0], gradients=False)
     try:
         optimizers[1].load_state_dict(mine.state_dict())
     except shardgraph.CheckpointError as error:

@@ -28,7 +28,7 @@ def test_the_state_is_of_dtensors_and_goes_on_from_what_was_loaded():
 def test_a_state_of_whole_tensors_or_of_another_plan_is_loaded_into_shards_and_shards_into_whole_ones_not():
     for facts in on_ranks(local_steps.loaded, 2):
         assert facts["placed"]
-        assert max(facts["another plan"], facts["whole tensors"], facts["after the refusal"]) < 1e-12
+        assert max(facts[of] for of in ("another plan", "whole tensors", "made before", "after the refusal")) < 1e-12
         assert "the state is that of shards" in facts["told"] and "full_state_dict=True" in facts["told"]
 
 

@@ -144,7 +144,7 @@ def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Calla
         if not _are_ours(self):
             return original(self)
         if kind not in _ELEMENTWISE:
-            return _step_on_whole(self, original)
+            return _step_on_whole(self, original, at_once=type(self) is not kind)  # which may combine parameters
         with _together(self) or _shards(self):
             return original(self)
 
@@ -164,7 +164,7 @@ def _step_on_whole(optimizer: optim.Optimizer, original: Callable[..., Any], at_
 
 
 def _wrapped_derived(kind: Callable[[], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The step of a class that is derived of one that computes with whole tensors: on all of them at once, since it may
+    """The step of a class that is derived of one that computes with whole tensors: on all of them at once, as it may
     combine them, and count its calls."""
 
     @functools.wraps(original)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph.errors import CheckpointError
 from shardgraph.module import checkpoint
+from shardgraph.module.replaced import adopt
 from shardgraph.torch_api import pytree
 
 
@@ -65,13 +66,15 @@ def load_placed(
     state: Mapping[str, Any],
     load: Callable[[torch.optim.Optimizer, Any], None],
 ) -> None:
-    """``load`` a state of whole tensors, or of shards as any plan has them, for the shards of parameters that are ours.
+    """``load`` a state of whole tensors, or of shards as any plan has them, for the shards of parameters that are ours,
+    also of an optimizer that was made of those that they have replaced.
 
     Each rank takes its part of whole tensors, without communication; shards of another plan are redistributed.
 
     Raises:
         CheckpointError: the state is of shards, and the parameters are not; nothing has been loaded.
     """
+    adopt(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     loaded = (value for values in state.get("state", {}).values() for value in pytree.tree_leaves(values))
     if any(isinstance(value, DTensor) for value in loaded) and not any(isinstance(p, DTensor) for p in parameters):
