@@ -15,7 +15,8 @@ class Activations:
     """The placements assigned to operations, so that compiling the plan again needs no search.
 
     ``call``
-        The call that they were chosen for, as text: which halves its graph has, and its inputs' dtypes and shapes.
+        The call that they were chosen for, as text: which halves its graph has, its inputs' dtypes and shapes, and what
+        training does beside, which are buffers that it writes and random numbers that it draws.
     ``along``
         ``(axis, rules)`` pairs. A rule is a pattern of operations, such as ``"model.layers.*.mlp.up_proj/mm.1"`` for
         the first ``mm`` of such a module, and placements of operands and results, ``"replicate, split(1) ->
