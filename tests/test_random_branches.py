@@ -141,6 +141,7 @@ class Finally(nn.Module):
         return x + missing
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="the tracer of torch 2.11 has a line of the finally for it")
 def test_an_error_inside_of_try_and_finally_names_the_line_that_raised_it():
     with pytest.raises(shardgraph.CaptureError, match=r"missing = \{\}\[\"key\"\]"):
         shardgraph.compile(Finally(), "single", example_inputs=(torch.ones(2),), progress=False)

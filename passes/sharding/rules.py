@@ -55,6 +55,16 @@ def constant_like(operation: Operation) -> Iterator[Option]:
     return (Option((cut,), (cut,)) for cut in _cuts(operation))
 
 
+@rule(aten.flip.default)
+def flip(operation: Operation) -> Iterator[Option]:
+    """Of whole rows: the other dimensions stay sharded, which DTensor has from torch 2.12 on."""
+    flipped = {dim % len(operation.result) for dim in operation.node.args[1]}
+    yield Option((PARTIAL,), (PARTIAL,))
+    for dim, cut in enumerate(_cuts(operation)):
+        if dim not in flipped:
+            yield Option((cut,), (cut,))
+
+
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def positions(operation: Operation) -> Iterator[Option]:
     """Small enough to be computed on every rank, which then takes its shard."""

@@ -80,8 +80,14 @@ def _holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-_STEPS = ("_try_replicate_spec_for_scalar_tensor", "_propagate_op_sharding_dispatch_slow_path")
-"""What DTensor calls for an operation's plain tensors, and for the placements of its results."""
+_STEPS = (
+    "_try_replicate_spec_for_scalar_tensor",
+    "_propagate_op_sharding_dispatch_slow_path",
+    "_dispatch_fast_path_python_tail",
+)
+"""What DTensor calls for an operation's plain tensors, for the placements of its results, and, where torch 2.11 refuses
+to write, with the results."""
+_REFUSED = re.compile(f"{MIXED}|sharding strategy|Sharding propagation|in-place operations that require placement")
 _RUN = "_dispatch_get_local_results_slow_path"
 """What it calls to compute on shards, for all that draws random numbers."""
 
@@ -97,7 +103,7 @@ def explain_refusals(explained: Callable[[RuntimeError], Exception]) -> None:
             try:
                 return step(*args, **kwargs)
             except RuntimeError as error:
-                if not re.search(f"{MIXED}|sharding strategy|Sharding propagation", str(error)):
+                if not _REFUSED.search(str(error)):
                     raise
                 raise explained(error) from error
 
