@@ -12,7 +12,7 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from shardgraph.errors import MIXED, ON_SHARDS, ShardGraphError, ShardOperationError
 from shardgraph.module.checkpoint import sharded_like
@@ -74,6 +74,11 @@ class AsWritten:
                 f"{what} writes to a parameter outside of the call of the module that has it, and the parameter is a "
                 f"shard: call it inside of `with sharded.unsharded():` ({error.__cause__ or error})"
             ) from error
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Inside, functions are as they are outside of :meth:`by_themselves`: a program is made of the model alone."""
+        mine = isinstance(_get_current_function_mode(), _ByThemselves)
+        return _pop_mode_temporarily() if mine else nullcontext()
 
     def call(self, module: nn.Module, run: Callable[..., Any]) -> Any:
         """The result of ``run``, with whole parameters in the places of the shards of ``module`` and its children."""

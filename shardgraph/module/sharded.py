@@ -414,7 +414,8 @@ class ShardedModule(SavedState):
         self._state.layout.refresh()
         if self._state.layout.strange:
             self._shard_added(self._state.layout.strange)
-        return self._programs.of(calls, spec, loss_fn)
+        with self._as_written.aside():
+            return self._programs.of(calls, spec, loss_fn)
 
     def _program(self, call: Call, show: Callable[[str], None]) -> Program:
         """The program of a call, not bound to this rank."""
