@@ -233,6 +233,41 @@ def written_whole(plan: str) -> tuple[float, float]:
     return first, difference(sharded, original, gradients=False)
 
 
+def trained_while_whole(plan: str, what: str) -> float:
+    """The error of weights where a part of a training step comes inside of ``unsharded``."""
+    sharded, original = pair(plan)
+    part, whole = batch()
+    mine, theirs = sharded.optimizer(), original.optimizer()
+
+    def backward() -> None:
+        sharded(part).backward()
+        original(whole).backward()
+
+    backward()
+    with sharded.unsharded():
+        if what == "step":
+            mine.step()
+        elif what == "step of both":
+            sharded.step(part, optimizer=mine)
+        elif what == "clip":
+            norm = sharded.clip_grad_norm_(1e-2)
+        elif what == "clear":
+            sharded.zero_grad()
+        else:
+            mine = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    if what == "step of both":
+        original(whole).backward()
+    elif what == "clip":
+        assert abs(norm - nn.utils.clip_grad_norm_(original.parameters(), 1e-2)) < 1e-9
+    elif what == "clear":
+        original.zero_grad()
+        backward()
+    if not what.startswith("step"):
+        mine.step()
+    theirs.step()
+    return difference(sharded, original, gradients=False)
+
+
 def added(plan: str, how: str) -> tuple[float, bool]:
     """The error of training after a head was added, and whether it is sharded as the others are."""
     sharded, original = pair(plan, lambda: nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 5)))

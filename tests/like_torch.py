@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -344,7 +345,7 @@ def frozen_in_turn(plan: str) -> tuple[float, list[int]]:
 
 def accumulation_errors(plans: list[tuple[str, dict[str, int]]]) -> dict[str, float]:
     """By plan how far three microbatches' gradients and weights are from the unsharded model's: with a reduction for
-    each microbatch, for the last alone, and with gradients removed or set to zero after a step."""
+    each microbatch, for the last alone, clipped by our norm or torch's, and removed or set to zero after a step."""
     return {plan: _accumulation_error(plan, mesh) for plan, mesh in plans}
 
 
@@ -364,6 +365,10 @@ def _accumulation_error(plan: str, mesh: dict[str, int]) -> float:
             for batch in given:
                 (original(batch).square().mean() / len(given)).backward()
         worst = max(worst, difference(sharded, original, gradients=True))
+        norm = (sharded.clip_grad_norm_ if step < 2 else partial(nn.utils.clip_grad_norm_, [*sharded.parameters()]))(
+            0.1
+        )
+        worst = max(worst, (whole(norm) - nn.utils.clip_grad_norm_(original.parameters(), 0.1)).abs().item())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step > 1)

@@ -76,6 +76,13 @@ def test_what_is_written_to_whole_parameters_is_kept_and_a_call_shards_them_agai
         assert max(errors) < EXACT
 
 
+@pytest.mark.quick("fsdp-*")
+@pytest.mark.parametrize("what", ["step", "step of both", "clip", "clear", "optimizer made"])
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_what_trains_inside_of_unsharded_trains_the_shards(plan, what):
+    assert max(on_ranks(as_written.trained_while_whole, args=(plan, what))) < EXACT
+
+
 @pytest.mark.quick("*-fsdp", "replaced-tp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("how", ["replaced", "appended", "one parameter"])

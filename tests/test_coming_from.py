@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
 
 import shardgraph
@@ -183,6 +184,19 @@ def test_an_attribute_of_the_model_goes_before_a_name_of_other_wrappers():
 def test_what_no_wrapper_has_is_told_as_of_any_module():
     with pytest.raises(AttributeError, match="'Linear' object has no attribute 'nothing'"):
         _ = shardgraph.compile(nn.Linear(4, 4), "single").nothing
+
+
+def test_a_second_communication_hook_is_refused_as_by_ddp():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single")
+    sharded.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    with pytest.raises(shardgraph.ShardGraphError, match=r"'allreduce_hook'.* by 'bf16_compress_hook' already"):
+        sharded.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def test_gradients_of_a_part_of_the_model_are_not_synchronised_by_themselves():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single")
+    with pytest.raises(shardgraph.ShardGraphError, match=r"whole model are reduced by one program.*recurse=True"):
+        sharded.set_requires_gradient_sync(False, recurse=False)
 
 
 def test_unshard_has_no_handle_and_the_last_backward_needs_no_word():

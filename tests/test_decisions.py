@@ -284,6 +284,16 @@ def test_a_check_is_part_of_what_is_proved_and_verified():
 # -- assumptions -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "check",
+    [lambda h: torch._assert((h == h).all(), "a number"), lambda h: torch._check(bool((h == h).all()))],
+    ids=["torch._assert", "torch._check"],
+)
+def test_checks_of_torch_s_own_are_refused_with_how_to_write_them(check):
+    told = refused(Forward(lambda layer, x: (check(layer(x)), layer(x))[1]), torch.randn(3, 4))
+    assert "test_decisions.py:" in told and "`assert condition`" in told
+
+
 def test_what_is_assumed_of_a_branch_is_checked_in_every_call():
     model = Forward(lambda layer, x: layer(x).clamp(-9, 9) if not torch.isfinite(layer(x)).all() else layer(x))
     line = model.body.__code__.co_firstlineno
@@ -313,8 +323,9 @@ def test_an_assumption_names_a_file_and_a_line():
         (lambda layer, x: layer(x) @ x, "RuntimeError.*same reduction dim"),
         (lambda layer, x: layer(x).nonsense(), "no attribute 'nonsense'"),
         (lambda layer, x: {"a": layer(x)}["b"], "KeyError"),
+        (lambda layer, x: layer(x) + nowhere, "NameError.*'nowhere' is not defined"),  # noqa: F821
     ],
-    ids=["shapes", "attribute", "key"],
+    ids=["shapes", "attribute", "key", "name"],
 )
 def test_a_mistake_in_forward_is_told_as_python_tells_it(body, words):
     told = refused(Forward(body), torch.randn(3, 4))

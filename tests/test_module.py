@@ -13,6 +13,7 @@ from torch import fx, nn
 
 import shardgraph
 from shardgraph import CaptureError
+from shardgraph.module.sharded import module_of
 from shardgraph.passes.analysis.liveness import profile_memory
 from tests.zoo import make, scalar
 
@@ -51,6 +52,7 @@ def both(body, *args, **kwargs):
 
 
 X = torch.arange(8.0).view(2, 4) / 8
+SEEN: list[int] = []
 
 
 def test_a_dataclass_is_returned():
@@ -254,12 +256,49 @@ def test_the_program_predicts_its_memory():
     [
         (lambda m, x: m.linear(x) + (1 if m.linear(x).sum() > 0 else 2), r"(?s)Data-dependent.*test_module\.py:\d+"),
         (lambda m, x: (m.linear(x), m.linear.weight), "returns the parameter 'linear.weight' itself"),
+        (
+            lambda m, x: m.linear(x)[x > 0],
+            r"index.* whose shape depends on values, at .*test_module\.py:\d+.*torch\.where",
+        ),
+        (
+            lambda m, x: m.linear(x) + x.nonzero().sum(),
+            r"nonzero.* whose shape depends on values, at .*test_module\.py:\d+",
+        ),
+        (lambda m, x: (SEEN.append(1), m.linear(x))[1], r"forward writes to .*SEEN, which is not the model's"),
+        (lambda m, x: (setattr(m.linear.bias, "data", 2 * x[0]), m.linear(x))[1], "replaces the data of a parameter"),
     ],
+    ids=["a branch", "a parameter", "a mask", "nonzero", "a global", "data"],
 )
 def test_what_cannot_be_captured_is_refused_with_the_users_line(body, message):
     sharded, _ = pair(body)
     with pytest.raises(shardgraph.CaptureError, match=message):
         sharded(X)
+
+
+def test_a_backward_hook_of_a_submodule_is_refused_with_what_works():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(shardgraph.CaptureError, match=r"has a backward hook .*register it on the compiled module"):
+        shardgraph.compile(model, "single", example_inputs=(X,))
+
+
+def test_a_training_step_with_a_loss_needs_the_target():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single", loss_fn=nn.functional.mse_loss)
+    with pytest.raises(shardgraph.ShardGraphError, match=r"needs the target of loss_fn.*target=\.\.\."):
+        sharded.train_step(X)
+
+
+def test_an_added_parameter_without_values_is_refused_by_name():
+    sharded = shardgraph.compile(nn.Sequential(nn.Linear(4, 4)), "single")
+    sharded(X)
+    sharded.original.append(nn.Linear(4, 4, device="meta"))
+    with pytest.raises(shardgraph.ShardGraphError, match=r"'1\.weight' was added after .* is on meta: give it values"):
+        sharded(X)
+
+
+def test_a_parameter_of_no_compiled_module_is_told_by_its_shape():
+    with pytest.raises(shardgraph.ShardGraphError, match=r"shape \[3, 2\] is not of a compiled module"):
+        module_of(nn.Linear(2, 3).weight)
 
 
 def test_a_checkpoint_of_another_model_is_refused():

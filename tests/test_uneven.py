@@ -140,10 +140,16 @@ def test_a_rank_without_data_follows_losses_that_leave_parameters_out(plan):
 def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_to():
     for told in on_ranks(uneven.refusals_of_join):
         assert "join() cannot be under plan 'tp'" in told["tp"]
+        assert "inside of another join() of the same module" in told["twice"]
         assert "run out of data" in told["stopped"]
         assert "never made such a call" in told["never called"]
         assert "never stepped the optimizer" in told["never stepped"]
         assert told["as written"].startswith("Linear, which runs as it is written, communicates")
+
+
+def test_what_is_accumulated_of_other_parameters_inside_of_join_is_told_on_the_rank_that_has_it():
+    with pytest.raises(shardgraph.LaunchError, match=r"none of \['first\.bias', 'first\.weight'\].*end no_sync\(\)"):
+        shardgraph.launch(uneven.left_over, 2, timeout=90)
 
 
 def test_the_join_of_torch_is_refused_with_what_to_do():

@@ -421,6 +421,18 @@ def heads_beside(plan: str) -> float:
     return apart(sharded, alone)
 
 
+def left_over() -> None:
+    """The last backward of a rank that still has batches does not train what an earlier one has accumulated."""
+    sharded = shardgraph.compile(OneOfTwo(), "fsdp")
+    for second in (False, True):
+        sharded(torch.ones(2, 4), second=second).sum().backward()
+    with sharded.join():
+        if dist.get_rank() == 1:
+            with sharded.no_sync():
+                sharded(torch.ones(2, 4)).sum().backward()
+            sharded(torch.ones(2, 4), second=True).sum().backward()
+
+
 def refusals_of_join() -> dict[str, str]:
     """What ranks are told where ``join`` cannot be, or is asked to stop."""
     told = {}
@@ -452,7 +464,12 @@ def refusals_of_join() -> dict[str, str]:
         with sharded.join():
             sharded[0](torch.ones(2, 6).double())
 
+    def twice() -> None:
+        with sharded.join(), sharded.join():
+            pass
+
     for name, call in (
+        ("twice", twice),
         ("stopped", stopped),
         ("never called", never_called),
         ("never stepped", never_stepped),

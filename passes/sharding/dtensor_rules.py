@@ -41,7 +41,9 @@ def has_strategy(target: Any) -> bool:
 def strategies(operation: Operation, refused: Refused) -> list[Option]:
     """DTensor's legal placements for an operation, all shardings in one block; counts unusable ones in ``refused``."""
     tabulated = operation.node.target in torch_api.single_dim_strategies()
-    return list(dict.fromkeys((_from_table if tabulated else _from_function)(operation, refused)))
+    found = dict.fromkeys((_from_table if tabulated else _from_function)(operation, refused))
+    values = [*operation.tensors, *results(operation.node)]
+    return [option for option in found if not _sums_truths(option, values)]
 
 
 def notes_of(refused: Refused) -> Iterator[str]:
@@ -53,7 +55,7 @@ def notes_of(refused: Refused) -> Iterator[str]:
 def _from_table(operation: Operation, refused: Refused) -> Iterator[Option]:
     node, outs = operation.node, results(operation.node)
     values = [*outs, *operation.tensors]
-    args, kwargs = pytree.tree_map_only(fx.Node, _meta, (node.args, node.kwargs))
+    args, kwargs = pytree.tree_map_only(fx.Node, _meta, _from_the_front(operation))
     try:
         rows = torch_api.single_dim_strategies()[node.target].func(node.target, args, kwargs)
     except Exception as error:  # whatever it is, this operation can be computed in full
@@ -67,6 +69,31 @@ def _from_table(operation: Operation, refused: Refused) -> Iterator[Option]:
         if all(isinstance(p, Placement) or (p is None and not tensor) for p, tensor in entries):
             placements = tuple(p if tensor else None for p, tensor in entries)
             yield Option(placements[len(outs) :], placements[: len(outs)])
+
+
+def _from_the_front(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation, with dimensions counted from the front: strategies may take -1, as that of
+    ``cumsum`` does, for one that no operand is cut along."""
+    node = operation.node
+    rank = max(
+        (each.dim() for each in (*operation.tensors, *results(node)) if isinstance(each, torch.Tensor)), default=0
+    )
+
+    def counted(name: str, value: Any) -> Any:
+        if not name.startswith("dim"):
+            return value
+        return pytree.tree_map_only(int, lambda at: at + rank if at < 0 else at, value)
+
+    names = [argument.name for argument in node.target._schema.arguments]
+    args = tuple(counted(name, value) for name, value in zip(names, node.args, strict=False))
+    return args, {name: counted(name, value) for name, value in node.kwargs.items()}
+
+
+def _sums_truths(option: Option, values: list[Any]) -> bool:
+    """Whether a value is true where the sum over ranks is, as DTensor has the result of ``any``: what computes with
+    it would count the ranks."""
+    placed = zip(values, option.operands + option.results, strict=True)
+    return any(placement == PARTIAL and value.dtype == torch.bool for value, placement in placed)
 
 
 def _plain(entry: Any) -> Any:
@@ -92,12 +119,13 @@ def _from_function(operation: Operation, refused: Refused) -> Iterator[Option]:
     for value in operation.tensors:
         cuts = [Shard(d) for d, size in enumerate(value.shape) if size > 1 and size % operation.parts == 0]
         candidates.append([REPLICATE, *cuts, *([PARTIAL] if value.is_floating_point() else [])])
+    given = _from_the_front(operation)
     if (left := math.prod(map(len, candidates)) - _MOST_COMBINATIONS) > 0:
         refused[str(node.target), f"of one operation {_MOST_COMBINATIONS} are tried at most"] += left
     for combination in itertools.islice(itertools.product(*candidates), _MOST_COMBINATIONS):
         placements = iter(combination)
         args, kwargs = pytree.tree_map_only(
-            fx.Node, lambda n, p=placements: torch_api.strategy_of(mesh, next(p), _meta(n)), (node.args, node.kwargs)
+            fx.Node, lambda n, p=placements: torch_api.strategy_of(mesh, next(p), _meta(n)), given
         )
         try:
             answer = torch_api.ask_strategy(node.target, args, kwargs)

@@ -316,9 +316,13 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
     # A ``finally`` on the way is where torch's tracer says that it was raised.
     frames = [frame for frame in decisions.raised_at(message) or frames if frame[0] != __file__]
     last = ([frame for frame in frames if not frame[0].startswith(_TORCH)] or frames)[-1:]
-    if own := re.search(r"context: raised exception (.+)|: got (\w+\(.+\))", message):
+    own = re.search(r"context: raised exception (.+)|: got (\w+\(.+\))", message)
+    raised = own and (own[1] or own[2])
+    if unknown := re.search("Failed to find name `(.+)` in", message):
+        raised = f"NameError(\"name '{unknown[1]}' is not defined\")"
+    if raised:
         return (
-            f"forward of {name} raises {own[1] or own[2]} for inputs like these{_at(last)}\n"
+            f"forward of {name} raises {raised} for inputs like these{_at(last)}\n"
             "  if a call of the model itself does not raise it, torch's tracer is at fault"
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
@@ -347,6 +351,8 @@ _REMEDIES = {
     r"data-dependent expression.*modules/batchnorm\.py": "a batch norm with momentum=None averages over all calls, and "
     "their number is the value of a buffer: give it a momentum; update_bn of torch.optim.swa_utils, which takes it "
     "away for a while, is called with sharded.original",
+    r"data-dependent expression.*torch\._(assert|check)": "a check is part of the graph where it is written as "
+    "`assert condition`, or as an `if` with nothing but a `raise` in it",
     "checkpoint_sequential": "torch.utils.checkpoint.checkpoint, called for each part, is captured; and recompute= of "
     "shardgraph.compile recomputes layers without it",
     r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "

@@ -51,6 +51,12 @@ def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Call
     for node in gm.graph.nodes:
         if node.target is torch.ops.higher_order.with_effects:
             _refuse_effect(str(node.args[1]), line(node))
+        if node.target is torch.ops.aten._assert_scalar.default:
+            raise CaptureError(
+                f"forward checks a number that it reads of a tensor, at {line(node)}, as torch._check does: a check is "
+                "part of the graph where it is written as `assert condition`, or as an `if` with nothing but a `raise` "
+                "in it"
+            )
     for desc, value in results:
         if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
             _refuse_write(desc.mutated_input.target, line(value))

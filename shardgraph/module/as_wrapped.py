@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,12 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from shardgraph import torch_api
 from shardgraph.arguments import BOOL, CALLABLE, checked
 from shardgraph.errors import ShardGraphError
 from shardgraph.module.as_written import without_gradients
 from shardgraph.module.compiled import Compiled
 from shardgraph.module.gradient_norm import check_clipping, clip_grad_norm_
 from shardgraph.module.joining import joined
+from shardgraph.module.replaced import adopt
 from shardgraph.module.whole import whole_parameters
 from shardgraph.runtime.hooked import CommunicationHook, check_hookable
 from shardgraph.runtime.joined import announce
@@ -36,6 +40,7 @@ class AsWrapped(Compiled):
         As :func:`shardgraph.clip_grad_norm_`, over all ranks and all pipeline stages. All ranks must call it.
         """
         check_clipping(max_norm, norm_type)
+        self.reshard()
         announce(self._state, lambda: ("clip", max_norm, norm_type, error_if_nonfinite))
         return clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
@@ -72,14 +77,18 @@ class AsWrapped(Compiled):
         Those of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks`` that say a dtype set ``precision.reduce``
         of the plan, and programs are compiled anew. Any other is called after each backward that reduces gradients,
         with this rank's in buckets as those of ``DistributedDataParallel``; what it remembers is in ``state``, to be
-        saved with checkpoints. All ranks must call it.
+        saved with checkpoints. All ranks must call it, once.
 
         Raises:
-            ShardGraphError: it is another hook, and the plan is not ``ddp``, or measures gradients.
+            ShardGraphError: it is another hook, and the plan is not ``ddp``, or measures gradients; or there is a hook.
         """
         name = getattr(hook, "__name__", "")
+        if self._hooked_by is not None:
+            raise ShardGraphError(
+                f"register_comm_hook({name!r}): gradients of this module are reduced by {self._hooked_by!r} already, "
+                "and by one hook alone: call the one from the other, or compile the model again without it"
+            )
         if name in _REDUCED_BY and getattr(hook, "__module__", "") == default_hooks.__name__:
-            self._state.hook = None
             dtype = _REDUCED_BY[name]
             if dtype and self.plan.precision.reduce != dtype:
                 self._own(plan=replace(self.plan, precision=replace(self.plan.precision, reduce=dtype)))
@@ -87,6 +96,7 @@ class AsWrapped(Compiled):
         else:
             check_hookable(self.plan, name or repr(hook))
             self._state.hook = CommunicationHook(state, hook)
+        self._own(_hooked_by=name or repr(hook))
 
     @checked(divide_by_initial_world_size=BOOL, enable=BOOL, throw_on_early_termination=BOOL)
     def join(
@@ -122,7 +132,8 @@ class AsWrapped(Compiled):
         """Put whole, plain parameters in the places of shards, until :meth:`reshard`. All ranks must call it.
 
         Submodules and methods of the model then compute without communication, and what is written to parameters, or
-        into their places, is kept: each rank takes its part. Nothing is differentiated meanwhile.
+        into their places, is kept: each rank takes its part. Nothing is differentiated meanwhile. What trains shards
+        them again: a call of this module, its ``zero_grad`` and :meth:`clip_grad_norm_`, a step of its optimizer.
 
         Raises:
             ShardGraphError: the plan has a pipeline, whose stages are on several ranks; or ``async_op`` is True.
@@ -133,16 +144,20 @@ class AsWrapped(Compiled):
             raise ShardGraphError(reason)
         if self._unsharded is not None or self.mesh is None:
             return
+        shards = frozenset(map(id, self.original.parameters()))
         with ExitStack() as stack:
             stack.enter_context(whole_parameters(self.original))
             stack.enter_context(without_gradients(self.original.parameters()))
             self._own(_unsharded=stack.pop_all())
+        _UNSHARDED[self] = shards
+        _watch_optimizers()
 
     def reshard(self) -> None:
         """Put shards in the places of whole parameters again, after :meth:`unshard`."""
         if self._unsharded is not None:
             stack = self._unsharded
             self._own(_unsharded=None)
+            del _UNSHARDED[self]
             stack.close()
 
     @contextmanager
@@ -166,3 +181,23 @@ class AsWrapped(Compiled):
             raise ShardGraphError(reason)
         with self._as_written.by_themselves("what is inside of as_written()"):
             yield
+
+
+_UNSHARDED: weakref.WeakKeyDictionary[AsWrapped, frozenset[int]] = weakref.WeakKeyDictionary()
+"""The modules whose parameters are whole by :meth:`AsWrapped.unshard`, each with its shards."""
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    torch_api.before_every_step(_reshard_what_steps)
+
+
+def _reshard_what_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Put shards in place again before an optimizer steps them: whole parameters would take the place of the step."""
+    if not _UNSHARDED:
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module, shards in list(_UNSHARDED.items()):
+        if not stepped.isdisjoint(shards | {*map(id, module.original.parameters())}):
+            module.reshard()
+            adopt(optimizer)  # one that was made of whole parameters

@@ -128,7 +128,7 @@ def load_full_state_dict(
 @torch.no_grad()
 def copy_into(own: Tensor, value: Tensor) -> None:
     """Copy ``value``, whole or a DTensor, into what this rank has of it."""
-    local_tensor(own).copy_(_own_part(value.detach(), own))
+    local_tensor(own).copy_(own_part(value.detach(), own))
 
 
 @torch.no_grad()
@@ -177,6 +177,25 @@ def check_dtypes(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
             "the checkpoint has numbers of other kinds, which a copy would change"
             + _some("of another dtype", changed)
             + "\nnothing was loaded: convert the model, or the checkpoint, with .to(dtype) first"
+        )
+
+
+def check_assignable(own: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Refuse ``assign=True`` where a copy in place would not be what it asks for.
+
+    Raises:
+        CheckpointError: a tensor has another dtype than the model's.
+    """
+    changed = [
+        f"{name!r} is {state[name].dtype} in it, here {own[name].dtype}"
+        for name in state
+        if name in own and getattr(state[name], "dtype", own[name].dtype) != own[name].dtype
+    ]
+    if changed:
+        raise CheckpointError(
+            "load_state_dict(assign=True) asks for tensors as they are in the checkpoint, and shards keep their dtype"
+            + _some("of another dtype", changed)
+            + "\nnothing was loaded: convert the checkpoint with .to(dtype), or leave out assign=True, which converts"
         )
 
 
@@ -271,10 +290,10 @@ def gathered(tensor: Tensor, keep: bool) -> Tensor:
 
 def sharded_like(value: Tensor, target: DTensor) -> DTensor:
     """``value``, of which each rank takes its own shard, with the placements of ``target``."""
-    return placed(_own_part(value, target), target.device_mesh, list(target.placements), target.shape)
+    return placed(own_part(value, target), target.device_mesh, list(target.placements), target.shape)
 
 
-def _own_part(value: Tensor, target: Tensor) -> Tensor:
+def own_part(value: Tensor, target: Tensor) -> Tensor:
     """This rank's shard of ``value``, with the placements of ``target``."""
     if not isinstance(target, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value

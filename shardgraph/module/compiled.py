@@ -55,6 +55,7 @@ class Compiled(nn.Module):
     _sync: bool
     _as_written: AsWritten
     _whole_mesh: DeviceMesh | None  # with the axes of replicas and stages
+    _hooked_by: str | None  # the communication hook that has been registered
     _unsharded: ExitStack | None  # within, parameters are whole
     _before_training: Callable[[], None] | None  # called before each call that is differentiated
     _programs: Programs

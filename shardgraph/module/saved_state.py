@@ -42,14 +42,16 @@ class SavedState(AsWrapped):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load sharded (DTensor) or full tensors into the shards, in place.
 
+        With ``assign`` too, which asks in addition that each tensor has the dtype of what is loaded.
+
         A model that does more than copy values by name (hooks, extra state, methods of its own) loads them into whole
         parameters, as it is written; all ranks must then call this.
 
         Raises:
-            CheckpointError: names or shapes do not match the model; nothing has been loaded.
+            CheckpointError: names or shapes do not match the model, or dtypes with ``assign``; nothing has been loaded.
         """
         if assign:
-            raise ShardGraphError("load_state_dict(assign=True) would replace the shards; load in place (the default)")
+            checkpoint.check_assignable(checkpoint.tensors_of(self), state_dict)
         if checkpoint.loads_its_own_way(self.original):
             with self.unsharded():
                 return checkpoint.load_as_written(self.original, state_dict, strict)

@@ -84,7 +84,7 @@ class ShardedModule(SavedState):
         programs = Programs(model, plan, state, setup.agreement, self._program, self._bound, padded, setup.progress)
         self._own(_setup=setup, _state=state, _programs=programs, _sync=True)
         self._own(_padding=Padding(setup.lengths, model, setup.device) if setup.lengths is not None else None)
-        self._own(gradient_norm=None, _shared=False, _before_training=None)
+        self._own(gradient_norm=None, _shared=False, _before_training=None, _hooked_by=None)
         _MODULES.add(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -241,6 +241,7 @@ class ShardedModule(SavedState):
             check_clipping(max_norm)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             _SCALER.check("step(): scaler", scaler)
+        self.reshard()
         if optimizer not in self._state.updates:
             OPTIMIZER.check("step(): optimizer", optimizer)
             adopt(optimizer)
@@ -316,6 +317,7 @@ class ShardedModule(SavedState):
         """As ``nn.Module.zero_grad``; gradients accumulated under :meth:`no_sync` are cleared too."""
         if set_to_none is not True and set_to_none is not False:
             BOOL.check("zero_grad(): set_to_none", set_to_none)
+        self.reshard()
         super().zero_grad(set_to_none)
         for gradients in self._state.accumulated:
             gradients.clear()
@@ -381,6 +383,7 @@ class ShardedModule(SavedState):
         if not self.plan.offload.optimizer_state:
             step_together(self._state)
         self._state.arrange()
+        torch_api.take_blocks(checkpoint.own_part)
         if self.mesh is not None or self._why_not_as_written() is not None:
             self._as_written.intercept(self.original)
         self._programs.moved()

@@ -39,6 +39,7 @@ def whole_parameters(model: nn.Module, names: Collection[str] | None = None, kee
         if keep:  # by parameter: the names of a state may be others, by hooks
             for whole, sharded in back.items():
                 copy_into(sharded, whole)
+            remember(back)  # for optimizers that were made meanwhile
 
 
 @torch.no_grad()

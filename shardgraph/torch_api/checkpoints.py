@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 _ALLOWED = {
     "torch": {"Size", "device"},
@@ -35,8 +40,6 @@ class _Restricted(pickle.Unpickler):
     """Reads a pickle of these classes alone (https://docs.python.org/3/library/pickle.html#restricting-globals)."""
 
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -72,3 +75,24 @@ def box_of(tensor: DTensor) -> tuple[list[int], list[int]] | None:
     (chunk,) = tensor.__create_chunk_list__()
     assert isinstance(chunk, ChunkStorageMetadata)
     return list(chunk.offsets), list(chunk.sizes)
+
+
+@functools.cache
+def take_blocks(part: Callable[[torch.Tensor, DTensor], torch.Tensor]) -> None:
+    """From now on, where ``torch.distributed.checkpoint.state_dict`` has whole tensors from rank 0 alone
+    (``broadcast_from_rank0``), shards that lie in several blocks of a dimension get what ``part`` takes for them.
+
+    Torch copies one block, so that they would have other rows than their own.
+    """
+    distribute = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(distribute)
+    def distributing(state: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        for key in [key for key in keys if isinstance(state.get(key), tuple)]:
+            target, whole = state[key]
+            if any(isinstance(each, _StridedShard) for each in target.placements):
+                target._local_tensor.copy_(part(whole, target))
+                state[key] = target
+        distribute(state, keys, *args, **kwargs)
+
+    _state_dict_utils._distribute_tensors = distributing  # type: ignore[assignment]
