@@ -60,6 +60,14 @@ def sharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     return {**state, "state": by_number}
 
 
+def described(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer with tensors as ``torch.distributed.checkpoint`` can describe them.
+
+    One in several blocks of a dimension is all-gathered along that axis, as of a model's state: all ranks must call it.
+    """
+    return {**state, "state": {number: checkpoint.describable(values) for number, values in state["state"].items()}}
+
+
 def load_placed(
     is_ours: Callable[[Any], bool],
     optimizer: torch.optim.Optimizer,

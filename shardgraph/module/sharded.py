@@ -32,6 +32,7 @@ from shardgraph.module.flat_update import FlatUpdate, NotFlatError
 from shardgraph.module.gradient_norm import check_clipping
 from shardgraph.module.lengths import Padding
 from shardgraph.module.local_step import step_together
+from shardgraph.module.optimizer_state import described
 from shardgraph.module.other_wrappers import instead_of
 from shardgraph.module.programs import Programs
 from shardgraph.module.remembered import lowered
@@ -384,6 +385,7 @@ class ShardedModule(SavedState):
             step_together(self._state)
         self._state.arrange()
         torch_api.take_blocks(checkpoint.own_part)
+        torch_api.describe_states(described)
         if self.mesh is not None or self._why_not_as_written() is not None:
             self._as_written.intercept(self.original)
         self._programs.moved()

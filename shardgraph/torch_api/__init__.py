@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from shardgraph.torch_api import releases
 from shardgraph.torch_api.allocator import allocations, undisturbed
 from shardgraph.torch_api.attention import attention_on, positions_first, unit_stride
-from shardgraph.torch_api.checkpoints import box_of, read_metadata, storage_info, take_blocks
+from shardgraph.torch_api.checkpoints import box_of, describe_states, read_metadata, storage_info, take_blocks
 from shardgraph.torch_api.connections import (
     break_connections,
     break_store,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
@@ -96,3 +97,19 @@ def take_blocks(part: Callable[[torch.Tensor, DTensor], torch.Tensor]) -> None:
         distribute(state, keys, *args, **kwargs)
 
     _state_dict_utils._distribute_tensors = distributing  # type: ignore[assignment]
+
+
+@functools.cache
+def describe_states(described: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """From now on, ``torch.distributed.checkpoint.state_dict`` has the states of optimizers as ``described`` makes them
+    of what their ``state_dict()`` returns: on all ranks, which call it together."""
+    found = state_dict._state_dict_fn
+
+    @functools.wraps(found)
+    def finding(of: Any, name: str) -> Any:
+        call = found(of, name)
+        if name != "state_dict" or not isinstance(of, torch.optim.Optimizer):
+            return call
+        return lambda: described(call())
+
+    state_dict._state_dict_fn = finding
