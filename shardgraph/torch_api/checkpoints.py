@@ -112,4 +112,4 @@ def describe_states(described: Callable[[dict[str, Any]], dict[str, Any]]) -> No
             return call
         return lambda: described(call())
 
-    state_dict._state_dict_fn = finding
+    state_dict._state_dict_fn = finding  # type: ignore[assignment]
