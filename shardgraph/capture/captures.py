@@ -44,15 +44,15 @@ class Call:
         return 0 if self._first is None else self._first.shape[0]
 
     def maybe_uncut(self, parts: int) -> list[list[int]]:
-        """Shapes of inputs that may have all rows of a batch elsewhere than in their first dimension, where this is the
-        call of a microbatch, one of ``parts``; surer ones first."""
+        """Shapes of inputs that may have all rows of a batch, as whole ones and those with rows elsewhere than in their
+        first dimension, where this is the call of a microbatch, one of ``parts``; surer ones first."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+        shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
 
         def off(shape: list[int]) -> int:  # a microbatch may have a row more or less than others
-            return min(abs(size - self.batch * parts) for size in shape[1:])
+            return min((abs(size - self.batch * parts) for size in shape[1:]), default=parts)
 
-        maybe = [shape for shape in shapes if off(shape) < parts and parts > 1]
+        maybe = [shape for shape in shapes if parts > 1 and (off(shape) < parts or shape[0] != self.batch)]
         return sorted(maybe, key=lambda shape: (shape[0] == self.batch, off(shape)))
 
     @property
