@@ -86,7 +86,8 @@ def test_dtensors_of_the_user_are_refused_by_name():
         assert "'mask'" in buffer and "DTensor" in buffer
 
 
-@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+@pytest.mark.quick("ddp", "fsdp")
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ignored_parameters_are_each_rank_s_own_as_with_fsdp2(plan):
     first, second = on_ranks(coming_from.left_alone, 2, args=(plan,))
     for found in (first, second):
