@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.train_step import Contender, build_model, report
+from benchmarks.train_step import Contender, beside, build_model
 from benchmarks.training_jobs import JOBS
 
 CONTENDERS = ["autoparallel", "shardgraph fsdp of 8", "FSDP2", "DDP", "one rank"]
@@ -103,22 +102,5 @@ class Planned(Contender):
         self.losses.append(loss.item())
 
 
-def made(name: str, options: argparse.Namespace, device: torch.device) -> Contender:
-    return (Planned if name == "autoparallel" else Contender)(name, options, device)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="autoparallel", help="results/NAME.json is written")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--job", default="llama", choices=JOBS)
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
-    options = parser.parse_args()
-    options.nproc, options.optimizer = 2, "adamw"
-    memory = [name for name in options.contenders if name not in ("DDP", "one rank")]
-    report(options, made, memory, {"autoparallel": metadata.version("autoparallel")})
-
-
 if __name__ == "__main__":
-    main()
+    beside("autoparallel", Planned, "autoparallel", CONTENDERS, __doc__)

@@ -13,15 +13,13 @@ import argparse
 import os
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.train_step import Contender, build_model, report
-from benchmarks.training_jobs import JOBS
+from benchmarks.train_step import Contender, beside, build_model
 
 CONTENDERS = ["DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", "shardgraph fsdp of 8", "FSDP2", "DDP", "one rank"]
 
@@ -60,23 +58,6 @@ class Engine(Contender):
         self.losses.append(loss.item())
 
 
-def made(name: str, options: argparse.Namespace, device: torch.device) -> Contender:
-    return (Engine if name.startswith("DeepSpeed") else Contender)(name, options, device)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", default="deepspeed", help="results/NAME.json is written")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--job", default="llama", choices=JOBS)
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
-    options = parser.parse_args()
-    options.nproc, options.optimizer = 2, "adamw"
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    memory = [name for name in options.contenders if name not in ("DDP", "one rank")]
-    report(options, made, memory, {"deepspeed": metadata.version("deepspeed")})
-
-
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    beside("deepspeed", Engine, "DeepSpeed", CONTENDERS, __doc__)

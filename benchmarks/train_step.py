@@ -25,6 +25,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,24 @@ def main() -> None:
     options = parser.parse_args()
 
     report(options, Contender, options.contenders, {})
+
+
+def beside(library: str, kind: type[Contender], prefix: str, contenders: list[str], description: str | None) -> None:
+    """What a benchmark of another library does: contenders whose names begin with ``prefix`` are of its ``kind``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default=library, help="results/NAME.json is written")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--job", default="llama", choices=JOBS)
+    parser.add_argument("--contenders", nargs="+", default=contenders)
+    options = parser.parse_args()
+    options.nproc, options.optimizer = 2, "adamw"
+    memory = [name for name in options.contenders if name not in ("DDP", "one rank")]
+    report(options, partial(_made, kind, prefix), memory, {library: metadata.version(library)})
+
+
+def _made(kind: Made, prefix: str, name: str, options: argparse.Namespace, device: torch.device) -> Contender:
+    return (kind if name.startswith(prefix) else Contender)(name, options, device)
 
 
 def report(options: argparse.Namespace, made: Made, memory: Sequence[str], versions: dict[str, str]) -> None:
