@@ -74,12 +74,6 @@ def test_a_checkpoint_of_a_model_with_hooks_and_extra_state_is_one_of_that_model
         assert error == 0 and calls == 5 and count == 7
 
 
-def test_shards_are_not_replaced_by_what_is_loaded():
-    sharded = shardgraph.compile(nn.Linear(3, 3), "single")
-    with pytest.raises(shardgraph.ShardGraphError, match=r"assign=True\) would replace the shards; load in place"):
-        sharded.load_state_dict(sharded.state_dict(), assign=True)
-
-
 def test_shards_of_other_ranks_are_refused_by_name_and_nothing_is_loaded():
     sharded = shardgraph.compile(nn.Linear(3, 3, bias=False), "single")
     before = sharded.weight.clone()
