@@ -22,7 +22,7 @@ def test_a_model_with_adapters_trains_generates_and_is_saved_as_the_original(nam
         assert all(facts.values()), facts
 
 
-@pytest.mark.quick("gpt2-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 @pytest.mark.parametrize("name", adapters.TARGETS)
 def test_adapters_are_merged_on_whole_parameters(name, plan):

@@ -52,7 +52,7 @@ BODIES = {
 }
 
 
-@pytest.mark.quick("*-floats-dtype0", "divided-ints-dtype0")
+@pytest.mark.quick("a*-floats-dtype0", "[c-e]*-floats-dtype0", "*tensor-floats-dtype0", "divided-ints-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("numbers", [FLOATS, INTS], ids=["floats", "ints"])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

@@ -79,6 +79,7 @@ def test_no_preset_that_fits_is_faster(name, devices):
         assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
 
 
+@pytest.mark.quick("2-2")
 @pytest.mark.parametrize(("layers", "devices"), [(2, 2), (12, 8)])
 def test_estimates_of_larger_batches_than_the_example_know_what_does_not_grow_with_them(layers, devices):
     """Most of the time of a small batch is that of starting operations."""
@@ -89,6 +90,7 @@ def test_estimates_of_larger_batches_than_the_example_know_what_does_not_grow_wi
     assert 0.95 < float(ratios[1]) <= float(ratios[2]) < 1.05
 
 
+@pytest.mark.slow
 def test_what_fits_is_not_priced_again_in_more_calls(monkeypatch):
     """They are no faster, and their smaller batch would have to be traced."""
     monkeypatch.setattr(auto, "_DOUBT_OF_FEW", 5.0)  # else estimates show that
