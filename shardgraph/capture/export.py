@@ -24,6 +24,7 @@ from shardgraph.capture.double import as_traced
 from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
+from shardgraph.capture.refused import AS_A_CHECK
 from shardgraph.capture.side_effects import Effects, harmful, merged, side_effects
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import AttributeResult, Origin
@@ -351,8 +352,7 @@ _REMEDIES = {
     r"data-dependent expression.*modules/batchnorm\.py": "a batch norm with momentum=None averages over all calls, and "
     "their number is the value of a buffer: give it a momentum; update_bn of torch.optim.swa_utils, which takes it "
     "away for a while, is called with sharded.original",
-    r"data-dependent expression.*torch\._(assert|check)": "a check is part of the graph where it is written as "
-    "`assert condition`, or as an `if` with nothing but a `raise` in it",
+    r"data-dependent expression.*torch\._(assert|check)": AS_A_CHECK,
     "checkpoint_sequential": "torch.utils.checkpoint.checkpoint, called for each part, is captured; and recompute= of "
     "shardgraph.compile recomputes layers without it",
     r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "

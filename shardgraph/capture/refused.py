@@ -20,6 +20,12 @@ _UNSUPPORTED = {
     "ViewBaseAOTInput": "an input is a view whose base is written in place",
 }
 
+AS_A_CHECK = (
+    "a check is part of the graph where it is written as `assert condition`, or as an `if` with nothing but a `raise` "
+    "in it"
+)
+"""How forward checks values."""
+
 
 def unsupported(desc: Any) -> CaptureError:
     """The error of an input or output of the tracer's that stands for something that cannot be sharded."""
@@ -53,9 +59,8 @@ def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Call
             _refuse_effect(str(node.args[1]), line(node))
         if node.target is torch.ops.aten._assert_scalar.default:
             raise CaptureError(
-                f"forward checks a number that it reads of a tensor, at {line(node)}, as torch._check does: a check is "
-                "part of the graph where it is written as `assert condition`, or as an `if` with nothing but a `raise` "
-                "in it"
+                f"forward checks a number that it reads of a tensor, at {line(node)}, as torch._check does: "
+                f"{AS_A_CHECK}"
             )
     for desc, value in results:
         if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
