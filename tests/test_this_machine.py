@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -34,6 +35,7 @@ def unmeasured(tmp_path, monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     remembered._measured.cache_clear()
     yield commands
     remembered._measured.cache_clear()
@@ -45,6 +47,15 @@ def test_a_cpu_is_measured_the_first_time_and_never_again(unmeasured):
     assert this_machine().doubt == 0.07
     assert len(unmeasured) == 1
     assert measured_file().exists()
+
+
+def test_what_is_measured_on_a_busy_machine_holds_while_it_is_busy(unmeasured, monkeypatch):
+    for load, measured in ((9.0, 1), (9.0, 1), (0.5, 2), (9.0, 2)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+        monkeypatch.setattr(detection, "cpu_cores", lambda: 2)
+        remembered._measured.cache_clear()  # as a new process
+        this_machine()
+        assert len(unmeasured) == measured
 
 
 def test_its_ranks_are_none_of_this_run(unmeasured, monkeypatch):

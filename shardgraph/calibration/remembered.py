@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def this_machine() -> Cluster:
 
     GPUs are known by name. A CPU's rates cannot be: they are measured for some seconds the first time, in processes of
     their own, and read from :func:`measured_file` from then on; delete that file to measure again, or pass the file of
-    a longer ``shardgraph calibrate`` as ``cluster``. Where they cannot be measured, they are
+    a longer ``shardgraph calibrate`` as ``cluster``. What is measured while other programs keep the machine busy is
+    remembered for as long as they do, and then measured again. Where they cannot be measured, they are
     :meth:`Cluster.detect`'s guesses, with a warning. Prices that measured steps have corrected (:func:`learn`) are
     corrected.
 
@@ -73,17 +75,32 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardgraph"
 
 
+def busy_file() -> Path:
+    """Where the rates are kept that this CPU had while other programs kept it busy."""
+    return measured_file().with_suffix(".busy.yaml")
+
+
+def _is_busy(ranks: int) -> bool:
+    """Whether other programs leave less than half of so many ranks a core of their own."""
+    try:
+        others = os.getloadavg()[0] - 1  # this process
+    except (AttributeError, OSError):  # Windows has none
+        return False
+    return detection.cpu_cores() - others < ranks / 2
+
+
 @functools.cache
 def _measured(path: Path) -> Cluster | None:
     """The cluster in ``path``, measured first if there is none; None if that fails."""
-    try:
-        return Cluster.load(path)
-    except ClusterError:  # none yet, or of another release
-        pass
-    with Progress("measure this CPU, once", 1) as progress, tempfile.TemporaryDirectory() as folder:
+    ranks = max(2, min(_MOST, detection.cpu_cores()))
+    busy = _is_busy(ranks)
+    for known in (path, busy_file()) if busy else (path,):
+        with suppress(ClusterError):  # none yet, or of another release
+            return Cluster.load(known)
+    what = "measure this CPU, which is busy now, and again when it is not" if busy else "measure this CPU, once"
+    with Progress(what, 1) as progress, tempfile.TemporaryDirectory() as folder:
         progress("")
         out = Path(folder) / path.name
-        ranks = max(2, min(_MOST, detection.cpu_cores()))
         command = [sys.executable, "-m", "shardgraph", "calibrate", "--seconds", f"{_SECONDS}", "--nproc", f"{ranks}"]
         try:
             subprocess.run([*command, "--out", out], env=_alone(), capture_output=True, timeout=_PATIENCE, check=True)
@@ -96,7 +113,7 @@ def _measured(path: Path) -> Cluster | None:
                 stacklevel=2,
             )
             return None
-    write(path, content)
+    write(busy_file() if busy else path, content)
     return cluster
 
 

@@ -122,7 +122,7 @@ def _memory(name: str) -> Finding:
 def _prices(name: str) -> Finding:
     import torch
 
-    from shardgraph.calibration.remembered import measured_file
+    from shardgraph.calibration.remembered import busy_file, measured_file
 
     if torch.cuda.is_available():
         from shardgraph.cost_models.cluster import Cluster
@@ -131,6 +131,8 @@ def _prices(name: str) -> Finding:
     file = measured_file()
     if file.exists():
         return Finding(name, True, f"measured: {file}")
+    if busy_file().exists():
+        return Finding(name, True, f"measured while the machine was busy, and again when it is not: {busy_file()}")
     return Finding(name, False, "not measured yet: the first prediction does, in 20 s", mend="shardgraph calibrate")
 
 
