@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,10 +29,10 @@ class Net(nn.Module):
         return result
 
 
-def trained(backend: str, plan: Any, dropout: float = 0.0) -> tuple[ShardedModule, list[float]]:
+def trained(backend: str, plan: Any, dropout: float = 0.0, **options: Any) -> tuple[ShardedModule, list[float]]:
     """A module after three steps of AdamW, and their losses."""
     torch.manual_seed(0)
-    model = shardgraph.compile(Net(dropout).double(), plan, backend=backend)
+    model = shardgraph.compile(Net(dropout).double(), plan, backend=backend, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     x = torch.randn(3, 8, 6).double()
     torch.manual_seed(1)
@@ -44,12 +46,12 @@ def trained(backend: str, plan: Any, dropout: float = 0.0) -> tuple[ShardedModul
     return model, losses
 
 
-def error(plan: str, dropout: float = 0.0) -> dict[str, Any]:
+def error(plan: str, dropout: float = 0.0, options: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """The largest difference of a loss, and of a weight, between the backends, and inductor's warnings."""
-    eager, expected = trained("eager", plan, dropout)
+    eager, expected = trained("eager", plan, dropout, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        compiled, found = trained("inductor", plan, dropout)
+        compiled, found = trained("inductor", plan, dropout, **options)
     return {
         "losses": max(abs(ours - theirs) for ours, theirs in zip(found, expected, strict=True)),
         "weights": difference(compiled, _whole(eager), gradients=False),

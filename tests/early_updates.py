@@ -40,14 +40,15 @@ class Reused(nn.Module):
         return F.linear(h, self.head.weight + self.added / 2, self.head.bias)
 
 
-def errors(plan: str, recompute: str, bucket: int) -> dict[str, float]:
+def errors(plan: str, recompute: str, bucket: int, backend: str = "eager") -> dict[str, float]:
     """The largest difference of a weight from the unsharded model's after steps without clipping."""
     found = {}
     for name in ("SGD with momentum", "AdamW"):
         original, make = Reused().double(), OPTIMIZERS[name]
         size = dist.get_world_size()
         chosen = replace(preset(plan, {"dp": size}), bucket=bucket)
-        sharded = shardgraph.compile(copy.deepcopy(original), chosen, loss_fn=F.mse_loss, recompute=recompute)
+        options: dict[str, Any] = {"recompute": recompute, "backend": backend}
+        sharded = shardgraph.compile(copy.deepcopy(original), chosen, loss_fn=F.mse_loss, **options)
         mine, reference = make(sharded.parameters()), Original(original, make(original.parameters()))
         for number in range(4):
             sharded.step(batch(number), target=target(number), optimizer=mine)

@@ -29,6 +29,12 @@ def test_no_parameter_changes_before_its_last_reader_whatever_is_gathered_and_re
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.slow
+def test_kernels_that_inductor_compiles_read_parameters_before_they_change():
+    for errors in on_ranks(early_updates.errors, 2, args=("fsdp", "full", 256, "inductor")):
+        assert {name: error for name, error in errors.items() if not error < 1e-9} == {}
+
+
 @pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])  # under zero2 the peak is before backward, of all parameters
 def test_gradients_are_freed_in_backward_as_predicted(plan):

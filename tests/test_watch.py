@@ -161,21 +161,6 @@ def test_the_command_shows_what_was_found_and_the_last_collectives(
     assert "is no flight record" in capsys.readouterr().err
 
 
-def test_what_a_graph_of_inductor_waits_for_has_its_group(tmp_path: Path) -> None:
-    file = tmp_path / "torchinductor.py"
-    code = """
-        buf5 = torch.ops._c10d_functional.all_gather_into_tensor.default(reinterpret_tensor(buf4, (8, ), (1, ), 0), 2, '1')
-        assert_alignment(buf5, 16, 'torch.ops._c10d_functional.all_gather_into_tensor.default')
-        torch.ops._c10d_functional.all_reduce_.default(buf55, 'sum', '7')
-        torch.ops._c10d_functional.wait_tensor.default(buf5)
-        torch.ops._c10d_functional.wait_tensor.default(buf55)
-    """  # noqa: E501
-    file.write_text(code)
-    found = [place._of_inductor(str(file), line) for line in (2, 3, 4, 5, 6)]
-    gather, reduce = (("all_gather_into_tensor", "1"), ("all_reduce_", "7"))
-    assert [each and (each[0], each[2]) for each in found] == [gather, None, reduce, gather, reduce]
-
-
 def test_one_agreement_after_the_other_at_the_same_topic_is_progress() -> None:
     marks = []
     with ThreadPoolExecutor(1) as looking:

@@ -110,8 +110,8 @@ def compile(
             a sample on any number of ranks, or on one. Each rank draws all of them. For ``"eager"`` and plans of data
             parallelism.
         backend: what runs the graphs: ``"eager"``, the generated Python of the graph module, or ``"inductor"``, kernels
-            compiled at the first call, which needs a C++ compiler for CPUs. Collectives stay as they are scheduled. A
-            graph that inductor cannot compile runs eagerly, with a warning that says why.
+            compiled at the first call, which needs a C++ compiler for CPUs: once for equal layers. Collectives stay as
+            they are scheduled. Operations that inductor cannot compile run eagerly, with a warning that says why.
         cluster: the hardware for which ``plan="auto"``, ``memory`` and the choice of pipeline stages predict costs, as
             for :func:`shardgraph.analyze`; None: this machine. Without example inputs no cost can be predicted, and
             ``"auto"`` takes the plan with the least memory.

@@ -21,9 +21,9 @@ def flight_record(path: str | Path | None = None) -> list[dict[str, Any]]:
     source ``line``, ``call`` (the number of the graph's run, the same on all ranks) and ``place`` in it, and the times
     when it ``started`` and ``finished``, in seconds since 1970; ``finished`` is None while it is not awaited.
 
-    Those outside of graphs, of clipping, saves and the user, and those of graphs that inductor has compiled, are what
-    torch keeps over gloo: ``call`` is 0, ``place`` the number in the ``group``, ``value`` the type and sizes of what
-    comes out, and ``done`` says whether it has come. Messages between two ranks are left out.
+    Those outside of graphs, of clipping, saves and the user, are what torch keeps over gloo: ``call`` is 0, ``place``
+    the number in the ``group``, ``value`` the type and sizes of what comes out, and ``done`` says whether it has come.
+    Messages between two ranks are left out.
 
     With ``path``, all ranks must call it, and rank 0 writes what ``shardgraph flight PATH`` reads. After a failure of a
     rank such a file is written by itself, and the error names it.

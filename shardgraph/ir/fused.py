@@ -25,6 +25,11 @@ def kernel_on(target: Any, device_type: str) -> Callable[..., Any]:
     return kernels(device_type)[direction]
 
 
+def is_kernel(target: Any, device_type: str) -> bool:
+    """Whether one of :data:`OPERATORS` is bound to this kernel on a type of device."""
+    return any(target is kernel_on(each, device_type) for each in _KERNELS)
+
+
 def _operator(name: str, schema: str, kernels: Callable[[str], _Kernels], direction: int) -> Any:
     """A new operator, computed by the forward (0) or backward (1) of its device's kernels."""
 

@@ -17,7 +17,6 @@ from shardgraph import ir, torch_api
 from shardgraph.module.accumulated import clear_of
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError, Run
 from shardgraph.runtime.autograd import Differentiable
-from shardgraph.runtime.backends import eager
 from shardgraph.runtime.direct import loss_and_gradients
 from shardgraph.runtime.executor import Bound, State
 from shardgraph.torch_api import local_tensor
@@ -26,8 +25,8 @@ from shardgraph.torch_api import local_tensor
 def updates_of(flat: FlatUpdate, executor: Differentiable, leaves: Sequence[Any]) -> UpdatesInBackward | None:
     """Those of a step, or None if parameters must not change before the end of backward."""
     state = executor.state
-    if state.backend is not eager.backend or Bound.observer is not None:
-        return None  # what is called in the middle of a graph would be compiled, or watched
+    if Bound.observer is not None:
+        return None  # what is called in the middle of a graph would be watched
     if executor.optional or len(executor.returned) != 1 or torch_api.has_own_step(flat.optimizer):
         return None
     names = executor.updated

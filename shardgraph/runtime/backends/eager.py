@@ -22,11 +22,16 @@ def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     for node in gm.graph.nodes:
         if IN_PLACE.get(node):
             node.target = WRITES[node.target]
+    suit(gm)
+    with flight.noting(gm):
+        return torch_api.boxed(gm)
+
+
+def suit(gm: fx.GraphModule) -> None:
+    """Let a bound graph communicate, and see, what is in memory as it is."""
     read_where_stored(gm)
     suit_gloo(gm)
     suit_layouts(gm)
-    with flight.noting(gm):
-        return torch_api.boxed(gm)
 
 
 def check(device: torch.device) -> None:

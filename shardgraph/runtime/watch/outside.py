@@ -1,4 +1,4 @@
-"""Collectives that no graph of the record has: of clipping, of saves, of the user, and those that inductor compiles.
+"""Collectives that no graph of the record has: of clipping, of saves, of the user.
 
 torch keeps them; they are read when somebody asks.
 """

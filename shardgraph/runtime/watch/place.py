@@ -28,7 +28,6 @@ from shardgraph import ir, torch_api
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
-_FUNCTIONAL = re.compile(r"_c10d_functional\.(\w+)\.default\((.*)\)")
 
 _PIPELINING = os.path.join("torch", "distributed", "pipelining")
 _LINES = 3  # of the user, in a traceback that is shown
@@ -237,7 +236,7 @@ def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
     """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
     file, number = frame.f_code.co_filename, frame.f_lineno
     if (module := _graphs.get(file)) is None:
-        return _of_inductor(file, number) if "torchinductor" in file else None
+        return None
     if not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
         return None
     node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
@@ -247,22 +246,6 @@ def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
         return None
     text = ir.describe_collective(node)
     return text.partition(" (")[0], text, ir.group_of(node)
-
-
-def _of_inductor(file: str, number: int) -> tuple[str, str, str] | None:
-    """As :func:`_in_graph`, of code that inductor has made: a wait names the value, and what started it the group."""
-    found = _FUNCTIONAL.search(linecache.getline(file, number))
-    waited = re.compile(rf"\b{found[2]}\b") if found is not None and found[1] == "wait_tensor" else None
-    while waited is not None and number > 1:
-        number -= 1
-        line = linecache.getline(file, number)
-        if (start := _FUNCTIONAL.search(line)) is not None and start[1] != "wait_tensor" and waited.search(line):
-            found = start
-            break
-    if found is None:
-        return None
-    group = re.search(r"'(\w+)'$", found[2])
-    return found[1], f"{found[1]} of a graph that inductor has compiled", "" if group is None else group[1]
 
 
 def _group_of(frame: FrameType | None) -> str:
