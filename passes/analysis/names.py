@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -9,6 +10,8 @@ from torch import fx
 
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, SUBJECT
 from shardgraph.ir.operations import operation_name
+
+_LAYER = re.compile(r"(?:.*?\.)??\d+\.")
 
 Name = tuple[str, str, int]
 """A module, the kind of an operation in it, and which of that kind it is, from 1."""
@@ -24,6 +27,12 @@ def module_of(node: fx.Node) -> str:
         return "" if ", " in subject else subject.split(" ")[-1].rpartition(".")[0]
     stack = MODULES.get(node) or FORWARD_MODULES.get(node)
     return list(stack.values())[-1][0] if stack else ""
+
+
+def layer_of(path: str) -> str:
+    """The outermost numbered module that a module is, or is in, such as ``"model.layers.3."``; else ``""``."""
+    found = _LAYER.match(f"{path}.")
+    return found[0] if found else ""
 
 
 def names_of(operations: Iterable[fx.Node]) -> dict[fx.Node, Name]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 
 import torch
 
+from shardgraph.passes.analysis.names import layer_of
 from shardgraph.passes.base import Context
 from shardgraph.passes.builder import padded_rows
 from shardgraph.plans.precision import dtype_of
@@ -15,8 +15,6 @@ from shardgraph.plans.precision import dtype_of
 _ALONE = 8
 """A tensor of more than this fraction of a bucket has a collective of its own: a bucket is as large as makes its
 latency a small part of its time, so for such a tensor the copies into and out of a bucket take as long as they save."""
-
-_LAYER = re.compile(r"(?:.*?\.)??\d+\.")
 
 
 def bucket_of(context: Context) -> dict[str, int]:
@@ -47,9 +45,8 @@ def bucket_of(context: Context) -> dict[str, int]:
 
 
 def _layer(fqn: str) -> str:
-    """The outermost numbered module that a parameter is in, such as ``"model.layers.3."``; else empty."""
-    found = _LAYER.match(fqn)
-    return found[0] if found else ""
+    """That of a parameter, whose own name may be a number."""
+    return layer_of(fqn.rpartition(".")[0])
 
 
 def _nbytes(context: Context, fqn: str) -> int:

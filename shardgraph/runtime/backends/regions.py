@@ -7,7 +7,6 @@ regions, which are compiled once.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import fx
 
 from shardgraph import ir, torch_api
 from shardgraph.ir.attributes import IN_PLACE
-from shardgraph.passes.analysis.names import module_of
+from shardgraph.passes.analysis.names import layer_of, module_of
 from shardgraph.passes.analysis.overwrites import WRITES
 from shardgraph.runtime.backends.gloo import add_parts
 
@@ -27,8 +26,6 @@ aten = torch.ops.aten
 _BUCKETS = {ir.buckets.pack, ir.buckets.unpack, ir.buckets.unpack_parts}
 _TRACED = {operator.getitem, *_BUCKETS, ir.pad_shard, ir.take_part, add_parts}
 """Functions that do what operations of PyTorch do and nothing else. What others do is not known: they are called."""
-
-_LAYER = re.compile(r"(?:.*?\.)??\d+\.")
 
 _LEAST = 2
 """Operations beside views that a region has at least: one alone is a kernel as it is."""
@@ -115,8 +112,8 @@ def regions_of(gm: fx.GraphModule) -> list[fx.Node | Region]:
     modules. Views of what has just arrived are in none, since equal layers are in different places of their buckets.
     """
     places = {node: module_of(node) for node in gm.graph.nodes if node.op == "call_function"}
-    layers = {node: found[0] for node, path in places.items() if (found := _LAYER.match(f"{path}."))}
-    composed = {layer for node, layer in layers.items() if f"{places[node]}." != layer}
+    layers = {node: layer_of(path) for node, path in places.items()}
+    composed = {layer for node, layer in layers.items() if layer and f"{places[node]}." != layer}
     around = {layer[:i] for layer in composed for i, letter in enumerate(layer) if letter == "."} | {""}
 
     units: list[fx.Node | Region] = []
