@@ -227,7 +227,6 @@ def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], gra
         for storage in held[node]:
             if storage not in known:
                 storage.kind = kind
-    _set_deaths(list(gm.graph.nodes), held, start)
     for role, node in ir.placeholders(gm).items():
         left.setdefault(role, held[node])
     for result, value in ir.outputs(gm):
@@ -248,10 +247,9 @@ def kinds_of(gm: fx.GraphModule) -> dict[fx.Node, list[str]]:
 def storages_of(
     gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
 ) -> dict[fx.Node, list[Storage]]:
-    """The storages of each node's value, one per tensor in it; views share those of their base.
+    """The storages of each node's value, one per tensor in it, with deaths; views share those of their base.
 
-    Their deaths are those if nothing worked in place. ``start`` is the point of the first node, ``left`` are storages
-    of earlier graphs.
+    ``start`` is the point of the first node, ``left`` are storages of earlier graphs.
     """
     held = _separate_storages(gm, granule, start, left)
     return _moved(held, overwrites(gm, held, start))
@@ -264,6 +262,8 @@ def _moved(held: dict[fx.Node, list[Storage]], in_place: Iterable[fx.Node]) -> d
         (before,), (now,) = held[node.args[0]], held[node]
         moved[now] = moved.get(before, before)
     if moved:
+        for now, before in moved.items():
+            before.death = max(before.death, now.death)
         held = {node: [moved.get(storage, storage) for storage in each] for node, each in held.items()}
     return held
 
@@ -271,7 +271,7 @@ def _moved(held: dict[fx.Node, list[Storage]], in_place: Iterable[fx.Node]) -> d
 def _separate_storages(
     gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
 ) -> dict[fx.Node, list[Storage]]:
-    """As :func:`storages_of`, if nothing works in place; with deaths."""
+    """As :func:`storages_of`, if nothing works in place."""
     held: dict[fx.Node, list[Storage]] = {}
     inputs: dict[torch.UntypedStorage, Storage] = {}
     stored: dict[fx.Node, fx.Node] | None = None
