@@ -44,26 +44,32 @@ def place(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tu
     Raises:
         PlanError: the plan does not fit the model's parameters.
     """
+    gm, context = placed(joint, plan, shapes)
+    return copy_graph(gm), context
+
+
+def placed(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> tuple[fx.GraphModule, Context]:
+    """As :func:`place`, with the graph that others are copied from, which must not be changed."""
     context = Context.of(plan, shapes, joint.fake_mode, joint.stored, joint.values)
     context.notes.extend(f"both ways are computed, one of which is chosen at random: {at}" for at in joint.choices)
     passes = placing_passes(plan)
     if not passes:
-        return copy_graph(joint.module), context
+        return joint.module, context
     key = placement_key(plan, context.parameters)
     if key not in joint.placed:
         gm = copy_graph(joint.module)
         run_passes(gm, passes, context)
-        joint.placed[key] = Placed(copy_graph(gm), context.copy(), plan.axes)
+        joint.placed[key] = Placed(gm, context.copy(), plan.axes)
         return gm, context
-    placed = joint.placed[key]
-    after = placed.context.copy(plan)
+    known = joint.placed[key]
+    after = known.context.copy(plan)
     if not plan.experts:  # parameters may be stored otherwise along data axes
         after = replace(after, parameters=context.parameters)
-        for fqn, entry in placed.context.parameters.items():
+        for fqn, entry in known.context.parameters.items():
             for axis, _ in plan.operators:
-                text = entry.placements[placed.axes.index(axis)]
+                text = entry.placements[known.axes.index(axis)]
                 record_text(after, fqn, plan.axes.index(axis), text)
-    return copy_graph(placed.module), after
+    return known.module, after
 
 
 def placement_key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any, ...]:
@@ -106,7 +112,7 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
     """
     if plan.decided and not plan.undecided(shapes):
         return plan
-    gm, context = place(joint, plan, shapes)
+    gm, context = placed(joint, plan, shapes)
     if not context.activations:
         return plan
     activations = Activations(call_of(gm), tuple(context.activations.items()))

@@ -32,7 +32,7 @@ from shardgraph.ir.attributes import (
     SHARD_OF,
     SUBJECT,
 )
-from shardgraph.passes.placing import Placed, place, placement_key, placing_passes
+from shardgraph.passes.placing import Placed, placed, placement_key, placing_passes
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.folding import Stack, shortened
@@ -118,13 +118,13 @@ class _Repeated(_Kept):
         # How parameters of further layers are stored over data ranks is nothing to their placements.
         known = tuple(rule for rule in plan.parameters if fnmatch.filter(few, rule[0]))
         plan = replace(plan, parameters=known)
-        place(traced, plan, few)
-        placed = traced.placed[placement_key(plan, plan.resolve(few))]
+        placed(traced, plan, few)
+        found = traced.placed[placement_key(plan, plan.resolve(few))]
         stack = self._depths.more(self._layers)
         with suppress(UnequalLayersError):
-            module, context = repeat(_without_names(placed.module), stack), placed.context
+            module, context = repeat(_without_names(found.module), stack), found.context
             records = {name: _of_more(getattr(context, name), more, stack) for name in ("parameters", "shapes", "sums")}
-            joint.placed[key] = Placed(module, replace(context.copy(), stored=joint.stored, **records), placed.axes)
+            joint.placed[key] = Placed(module, replace(context.copy(), stored=joint.stored, **records), found.axes)
 
 
 def _is_repeated(joint: JointGraph) -> bool:
