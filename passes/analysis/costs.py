@@ -91,11 +91,12 @@ def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCos
     With ``fused``, chains of pointwise operations are assumed to be fused into one kernel, as by inductor: values
     between them cost no bytes.
     """
-    costs = {node: _cost(node) for node in gm.graph.nodes}
+    costs = {node: node_cost(node) for node in gm.graph.nodes}
     return {node: _fuse(node, cost, costs) for node, cost in costs.items()} if fused else costs
 
 
-def _cost(node: fx.Node) -> NodeCost:
+def node_cost(node: fx.Node) -> NodeCost:
+    """The cost of one node, where nothing is fused."""
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     dtype = _dtype(value) or _dtype(operands)
     if node.op != "call_function":

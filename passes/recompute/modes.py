@@ -6,7 +6,7 @@ from torch import fx
 
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE
-from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.costs import node_cost
 from shardgraph.passes.recompute.values import Values
 from shardgraph.passes.sharding.options import moves_data
 
@@ -23,9 +23,9 @@ def operations_of(mode: str, gm: fx.GraphModule, values: Values) -> set[fx.Node]
     operations = {node for node in values.makes if values.layer[node] and node not in kept}
     if mode == "full":
         return operations
-    costs = node_costs(gm)
-    expensive = {node for node in operations if costs[node].kind in ("attention", "convolution", "collective")}
-    products = (node for node in operations if costs[node].kind == "matmul")
+    kinds = {node: node_cost(node).kind for node in operations}
+    expensive = {node for node, kind in kinds.items() if kind in ("attention", "convolution", "collective")}
+    products = (node for node, kind in kinds.items() if kind == "matmul")
     return operations - expensive - {node for node in products if any(map(_is_weight, node.all_input_nodes))}
 
 
