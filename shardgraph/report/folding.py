@@ -12,6 +12,7 @@ import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -259,18 +260,21 @@ class _Repeated:
     repetition after that: live bytes grow from one repetition to the next, and with the number of layers."""
 
     def __init__(self, one: Row, two: Row, last: Row, more: int) -> None:
-        self._one, self._last = one, last
-        self._first = _grown(last, one, (more, one, two))
+        self._node, self._first = one.node, _grown(last, one, (more, one, two))
         self._growth, self._layers = _growth(two, last), _layer(last) - _layer(two)
+        self._numbered = _NUMBER.search(self._first.module) is not None and self._layers
+        self._layer = _layer(self._first)
+        self._module, self._label = (_NUMBER.split(text, 1) for text in (self._first.module, self._first.label))
 
     def row(self, repeat: int) -> Row:
         """The row in repetition ``repeat``."""
-        first, node = self._first, f"{self._one.node}+{repeat}"
-        if not self._growth and not (self._layers and repeat):
-            return first.but(node=node)
-        memory, host = _with_growth(first, (repeat, self._growth))
-        module, label = _in_layer(first.module, first.label, _layer(first) + repeat * self._layers)
-        return first.but(node=node, memory=memory, host=host, module=module, label=label)
+        changed: dict[str, Any] = {"node": f"{self._node}+{repeat}"}
+        if self._growth:
+            changed["memory"], changed["host"] = _with_growth(self._first, (repeat, self._growth))
+        if self._numbered:
+            number = str(self._layer + repeat * self._layers)
+            changed |= {"module": number.join(self._module), "label": number.join(self._label)}
+        return self._first.but(**changed)
 
 
 def _layer(row: Row) -> int:
