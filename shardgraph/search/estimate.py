@@ -118,7 +118,8 @@ class _Estimate:
         chunks = layout.chunks if layout.stages > 1 else 1
         back = layout.stages > 1 and layout.schedule == "zbv"
         ranks = _ranks(self.costs, layout.stages, chunks, back)
-        seconds = [sum(sum(self._microbatch(part, scale)) for part in rank.own) for rank in ranks]
+        parts = {part: sum(self._microbatch(part, scale)) for part in {part for rank in ranks for part in rank.own}}
+        seconds = [sum(parts[part] for part in rank.own) for rank in ranks]
         ends = [self._once(rank.whole) for rank in ranks]
         slowest = max(range(len(ranks)), key=lambda place: seconds[place])
         others = sum(rank.alike * each for rank, each in zip(ranks, seconds, strict=True)) - seconds[slowest]
