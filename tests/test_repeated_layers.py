@@ -19,7 +19,7 @@ from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack
+from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack, unlike
 from shardgraph.search import stages
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
@@ -431,3 +431,61 @@ def test_a_third_program_tells_whether_layers_that_were_traced_one_by_one_are_al
     few = [live(layers, lambda layers: 10 * layers**2) for layers in (5, 6, 7)]
     with pytest.raises(NotPeriodicError, match="do not grow evenly"):
         extend(few, 5, 20)
+
+
+# -- layers of one form that their attributes tell apart -------------------------------------------------------
+
+
+class Widened(Block):
+    """A block that some attribute makes compute more."""
+
+    def __init__(self, number: int, wide: bool) -> None:
+        super().__init__(64)
+        self.number, self.wide = number, wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        return torch.relu(h @ h.transpose(0, 1)) @ h if self.wide else h
+
+
+def _widened(*wide: int) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    layers = nn.ModuleList(Widened(number, number in wide) for number in range(12))
+    return Chain(layers), (torch.randn(16, 64),)
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_an_analysis_does_not_take_layers_with_other_attributes_for_equal():
+    model, call = _widened(6, 11)
+    found = [
+        shardgraph.analyze(model, call, "fsdp", mesh={"dp": 2}, cluster=toy_cluster(), fold=fold)
+        for fold in (True, False)
+    ]
+    assert found[0].time == found[1].time and found[0].peak_memory == found[1].peak_memory
+
+
+def test_attributes_that_count_layers_or_are_rates_are_alike_and_others_are_told():
+    model, _ = _widened(6, 11)
+    stack = find_stack(model)
+    assert stack is not None and unlike(model, stack) == "wide of layers 6, 11"
+    model, _ = _widened(0)
+    for number, layer in enumerate(model.layers):
+        layer.dropout.p = 0.01 * (number + 1)
+    assert unlike(model, stack) == ""
+
+
+def test_a_search_says_which_layers_it_prices_as_others():
+    model, call = _widened(6, 11)
+    plan = shardgraph.plan(model, call, cluster=toy_cluster(), devices=2, global_batch=32)
+    assert "as if all layers of layers were like the second, though they differ in wide of layers 6, 11" in " ".join(
+        plan.explain().split()
+    )

@@ -93,6 +93,37 @@ def _form(layer: nn.Module) -> tuple[object, ...]:
     return modules, shapes, tuple(module.training for module in layer.modules())
 
 
+def unlike(model: nn.Module, stack: Stack) -> str:
+    """The plain attributes in which layers of a stack differ from the second one, so that they may compute something
+    else; ``""`` if there are none.
+
+    The first layer is looked at by itself. Numbers that count layers, and positive ones such as rates of dropout,
+    whichever they are, change no cost.
+    """
+    layers = list(model.get_submodule(stack.path).children())[1:]
+    values: dict[str, list[Any]] = {}
+    for layer in layers:
+        for path, module in layer.named_modules():
+            for name, value in vars(module).items():
+                if type(value) in (bool, int, float, str, type(None)) and not name.startswith("_"):
+                    values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
+    differing = {name: found for name, found in values.items() if len(set(map(_effect, found))) > 1}
+    told = []
+    for name, found in differing.items():
+        counts = all(type(value) is int and value - i == found[0] for i, value in enumerate(found))
+        others = [i for i, value in enumerate(found, 1) if _effect(value) != _effect(found[0])]
+        if not counts and len(found) == len(layers):
+            shown = ", ".join(map(str, others[:3])) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            told.append(f"{name} of layers {shown}")
+        elif not counts:
+            told.append(f"{name}, which some layers lack")
+    return "; ".join(told)
+
+
+def _effect(value: Any) -> Any:
+    return value > 0 if isinstance(value, float) else value
+
+
 def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
     """A copy of the model with the same tensors, of whose stack there are only the first ``layers`` layers."""
     copy = private_copy(model)

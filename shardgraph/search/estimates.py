@@ -11,6 +11,7 @@ from functools import cached_property
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
+from shardgraph.report.folding import unlike
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
 from shardgraph.search.depths import TRACED
@@ -61,6 +62,10 @@ class Estimates:
         self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.devices_per_node]
         self._costs = CostTable(source, max(self._degrees, default=1))
         self.remarks = self._costs.remarks
+        stack = source.stack_of_equal_layers
+        if stack is not None and (attributes := unlike(source.question.model, stack)):
+            what = f"priced as if all layers of {stack.path} were like the second, though they differ in {attributes}"
+            self.remarks[f"{what}: shardgraph.analyze has the price of a plan as it is"] = None
 
     def all(
         self,

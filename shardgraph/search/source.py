@@ -9,7 +9,7 @@ from shardgraph.capture.captures import Call, Captures
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import Stack, find_stack, treats_alike
+from shardgraph.report.folding import Stack, find_stack, treats_alike, unlike
 from shardgraph.search.decide import decide
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
@@ -41,10 +41,15 @@ class Source:
     @property
     def stack(self) -> Stack | None:
         """The stack of equal layers of which a few are enough to analyse; None if there is none that the plan treats
-        alike, or a choice is open that needs all layers."""
+        alike, or a choice is open that needs all layers.
+
+        Of layers that differ in their attributes (:func:`unlike`), few are enough for a search, which says so.
+        """
         if self.question.automatic or self.question.budgeted:
             return None
-        return self.stack_of_equal_layers
+        stack = self.stack_of_equal_layers
+        searches = self.depths is not None
+        return None if stack is not None and not searches and unlike(self.question.model, stack) else stack
 
     @property
     def stack_of_equal_layers(self) -> Stack | None:
