@@ -449,7 +449,7 @@ class Widened(Block):
 
 
 def _widened(*wide: int) -> tuple[nn.Module, tuple[torch.Tensor]]:
-    layers = nn.ModuleList(Widened(number, number in wide) for number in range(12))
+    layers = nn.ModuleList(Widened(number, number in wide) for number in range(20))
     return Chain(layers), (torch.randn(16, 64),)
 
 
@@ -465,18 +465,15 @@ class Chain(nn.Module):
 
 
 def test_an_analysis_does_not_take_layers_with_other_attributes_for_equal():
-    model, call = _widened(6, 11)
-    found = [
-        shardgraph.analyze(model, call, "fsdp", mesh={"dp": 2}, cluster=toy_cluster(), fold=fold)
-        for fold in (True, False)
-    ]
+    model, call = _widened(14, 19)
+    found = [shardgraph.analyze(model, call, "single", cluster=toy_cluster(), fold=fold) for fold in (True, False)]
     assert found[0].time == found[1].time and found[0].peak_memory == found[1].peak_memory
 
 
 def test_attributes_that_count_layers_or_are_rates_are_alike_and_others_are_told():
-    model, _ = _widened(6, 11)
+    model, _ = _widened(14, 19)
     stack = find_stack(model)
-    assert stack is not None and unlike(model, stack) == "wide of layers 6, 11"
+    assert stack is not None and unlike(model, stack) == "wide of layers 14, 19"
     model, _ = _widened(0)
     for number, layer in enumerate(model.layers):
         layer.dropout.p = 0.01 * (number + 1)
@@ -484,8 +481,8 @@ def test_attributes_that_count_layers_or_are_rates_are_alike_and_others_are_told
 
 
 def test_a_search_says_which_layers_it_prices_as_others():
-    model, call = _widened(6, 11)
+    model, call = _widened(14, 19)
     plan = shardgraph.plan(model, call, cluster=toy_cluster(), devices=2, global_batch=32)
-    assert "as if all layers of layers were like the second, though they differ in wide of layers 6, 11" in " ".join(
+    assert "as if all layers of layers were like the second, though they differ in wide of layers 14, 19" in " ".join(
         plan.explain().split()
     )
