@@ -62,6 +62,18 @@ def no_module() -> int:
     return 5
 
 
+def talks() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    print("building")
+    return mlp()
+
+
+def ends() -> nn.Module:
+    sys.exit(0)
+
+
+made = nn.Linear(2, 2)
+
+
 def run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, [str(each) for each in arguments])
 
@@ -249,8 +261,13 @@ def test_a_function_gives_a_module_with_its_inputs_on_meta() -> None:
         (f"{HERE}:no_module", "returned int"),
         (f"{HERE}:reads_a_value", "test_cli.py:"),
         (f"{HERE}:reads_a_value", "device='cpu'"),
+        (f"{HERE}:ends", "it ended itself as a script does"),
+        (f"{HERE}:made", "is a Linear itself: name a function"),
         (f"{HERE}:mpl", "did you mean 'mlp'?"),
+        (f"{HERE}:", "write it as package.module:function"),
+        ("builtins:dict", "returned dict"),
         ("tests/test_cli.py:mlp", "as import does, tests.test_cli:mlp"),
+        ("/somewhere/models.py:gpt", "models:gpt, and start the command in /somewhere"),
         ("nowhere.models:gpt", "no module 'nowhere'"),
         ("gtp2", "did you mean 'gpt2'"),
         ("missing.json", "cannot be read"),
@@ -261,12 +278,64 @@ def test_a_model_that_cannot_be_is_refused(name: str, said: str) -> None:
     assert said in refusal("analyze", name, "--cluster", "H100", "--mesh", "dp=2")
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0 ({}:2), so it ended itself as a script does"),
+        ("def f(:\n", "SyntaxError: invalid syntax ({}:1)"),
+        ("import argparse\nargparse.ArgumentParser().parse_args(['--no'])\n", "SystemExit: 2 ({}:2), so it ended"),
+    ],
+)
+def test_a_file_that_is_no_module_is_told_with_its_line(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_script_of_mine", raising=False)
+    (file := tmp_path / "a_script_of_mine.py").write_text(script)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert said.format(file) in refusal("analyze", "a_script_of_mine:f", "--cluster", "H100", "--mesh", "dp=2")
+
+
+def test_what_a_model_prints_does_not_mix_with_the_result() -> None:
+    done = run("analyze", f"{HERE}:talks", "--cluster", "H100", "--mesh", "dp=2", "--json")
+    assert json.loads(done.stdout)["plan"] == "fsdp" and done.stderr.strip() == "building"
+
+
+def test_a_name_that_is_wrong_is_told_before_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardgraph.calibration.this_machine", lambda: pytest.fail("measured"))
+    assert "has no function 'nope'" in refusal("analyze", f"{HERE}:nope", "--mesh", "dp=2")
+
+
+def test_help_says_what_is_chosen_where_nothing_is_given() -> None:
+    shown = re.sub(r"\x1b\[[\d;]*m", "", run("plan", "--help").stdout)  # which has colours where CI asks for them
+    assert "[default: (this machine)]" in shown and "[default: (all of the cluster)]" in shown
+
+
 def test_a_config_is_a_model_and_its_fields_can_be_changed(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_layer": 5, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 12}
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
     job = job_of(str(tmp_path / "config.json"), 3, None, ["num_hidden_layers=2"])
     assert len(job.module.transformer.h) == 2 and job.module.transformer.wte.weight.shape == (32, 16)
     assert job.kwargs["input_ids"].shape == job.kwargs["labels"].shape == (3, 12)
+    assert len(job_of(str(tmp_path), 3, None, None).module.transformer.h) == 5  # its folder, as a checkpoint's
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "says no model_type"),
+        ('{"model_type": ["gpt2"]}', "says no model_type"),
+        ('{"model_type": "gtp2"}', "did you mean 'gpt2'"),
+        ('{"model_type": "gpt2", "n_embd": "wide"}', "cannot be: "),
+        ('{"model_type": "gpt2", "n_head": 0}', "is not a model that transformers can build: "),
+        ('{"model_type": "gpt2", "activation_function": "no"}', "is not a model that transformers can build: "),
+        ('{"model_type": "gpt2", "architectures": ["MyGPT"]}', "'MyGPT', which transformers"),
+    ],
+)
+def test_a_config_file_that_is_broken_is_refused_with_the_reason(config: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert said in refusal("analyze", tmp_path / "config.json", "--cluster", "H100", "--mesh", "dp=2")
 
 
 @pytest.mark.parametrize(
@@ -518,6 +587,18 @@ def test_doctor_says_what_mends_what_does_not_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor.importlib, "metadata", SimpleNamespace(version=lambda _: "2.8.0"))
     done = run("doctor")
     assert done.exit_code == 1 and "torch>=2.11,<2.14" in done.stdout
+
+
+def test_doctor_cuts_no_path_and_wraps_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, command = "/a/long/path" * 20, "python -m pip install " + "x" * 200
+
+    def found(name: str) -> doctor.Finding:
+        return doctor.Finding(name, False, path, mend=command)
+
+    monkeypatch.setattr(doctor, "CHECKS", {"python": found})
+    lines = run("doctor").stdout.splitlines()
+    assert path in "".join(line.strip() for line in lines).replace("no  python  ", "")
+    assert f"  {command}" in lines
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

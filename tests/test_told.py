@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -88,3 +90,68 @@ def test_a_state_of_other_groups_is_refused_with_both():
     optimizer = torch.optim.SGD([{"params": [layer.weight]}, {"params": [layer.bias]}])
     with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, and this optimizer has groups of \[1, 1\]"):
         sharded_state(optimizer, {"state": {}, "param_groups": [{"params": [0, 1]}]})
+
+
+class Prints(nn.Module):
+    """Shows what it computes, as one does to look for a fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        print(y.shape)
+        return y
+
+
+class Times(Prints):
+    """Measures itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = time.perf_counter()
+        return self.layer(x) * (1 + 0 * start)
+
+
+class Waits(Prints):
+    """Waits for a GPU, as one does to measure."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        torch.cuda.synchronize()
+        return y
+
+
+class Branches(Prints):
+    """Decides by the value of an activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y if float(y.sum()) > 0 else y.relu()
+
+
+def refused(model: nn.Module) -> str:
+    with pytest.raises(CaptureError) as error:
+        shardgraph.compile(model, "single", example_inputs=torch.ones(2, 4), progress=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "function", "line"), [(Prints(), "print", "print(y.shape)"), (Times(), "time.perf_counter", "start = ")]
+)
+def test_what_prints_or_measures_in_forward_is_told_with_its_line_and_where_it_can_be(
+    model: nn.Module, function: str, line: str
+):
+    said = refused(model)
+    assert f"forward calls {function}, which is no operation of torch" in said and line in said
+    assert "a forward hook of the compiled module" in said
+    assert "PyTorch" not in said and "_dynamo" not in said  # what torch's tracer advises those who work on it
+
+
+def test_a_wait_for_the_device_in_forward_is_refused_with_its_line():
+    assert "synchronize" in (said := refused(Waits())) and "leave it out of forward" in said and "test_told.py:" in said
+
+
+def test_a_branch_is_refused_without_the_checks_of_torch_that_are_refused_too():
+    said = refused(Branches())
+    assert "torch._check" not in said and "torch.where" in said

@@ -327,7 +327,11 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
             "  if a call of the model itself does not raise it, torch's tracer is at fault"
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
+    reason = reason.removeprefix("Consider annotating your code using torch._check*(). ")
     known = _known(f"{reason} {frames}")
+    if not known and (called := _CALLS.search(message)):
+        called_name = ".".join(filter(None, called.groups()))
+        return _told(name, f"forward calls {called_name}, which is no operation of torch", last, [_NO_OPERATION], _ONCE)
     branches = re.search("Data-dependent|data-dependent expression", reason) and decisions.remedy
     return _told(name, reason, last, known or ([decisions.remedy] if branches else hints))
 
@@ -343,6 +347,15 @@ def _at(frames: Iterable[Sequence[Any]]) -> str:
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_CALLS = re.compile(
+    r"Explanation: .*?(?:builtin (?:operator )?`([\w.]+?)\.?`|that the function `(\w+)` in file|"
+    r"trace method `(\w+)` of class)"
+)
+"""What torch's tracer says of a function that it does not follow."""
+_NO_OPERATION = (
+    "leave out what prints, writes or measures: a forward hook of the compiled module has its inputs and outputs; "
+    "what else it returns, give forward as an input"
+)
 _REMEDIES = {
     r"Python draws|\brandom\.\w+\(": "numbers of Python's generator would be constants of the program: draw with "
     "torch, and compare the tensor itself, as in `if torch.rand(()) < ratio:`, of which both ways are computed and one "
@@ -367,8 +380,14 @@ _REMEDIES = {
 """What to do, by what is found in the reason and the lines that led to it."""
 
 
-def _told(name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterable[str] = ()) -> str:
-    """Why a model cannot be captured: the reason, the user's line, and what to do."""
+_VALUES = "its Python must not depend on the values of tensors"
+_ONCE = "its Python runs once, and what calls repeat are its operations on tensors"
+
+
+def _told(
+    name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterable[str] = (), rule: str = _VALUES
+) -> str:
+    """Why a model cannot be captured: the reason, the user's line, the rule, and what to do."""
     where = _at(frames)
     remedies = "".join(f"\n  {hint.strip()}" for hint in hints)
     if "expert" in where:
@@ -377,6 +396,6 @@ def _told(name: str, reason: str, frames: Iterable[Sequence[Any]], hints: Iterab
             remedies += ", and in this model with experts_implementation='grouped_mm' or 'batched_mm' in its config"
     return (
         f"{name} cannot be captured as one graph: {reason}{where}\n"
-        "  shardgraph compiles the whole forward: its Python must not depend on the values of tensors."
+        f"  shardgraph compiles the whole forward: {rule}."
         f"{remedies}"
     )

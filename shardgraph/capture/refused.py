@@ -57,6 +57,10 @@ def check_effects(gm: fx.GraphModule, results: list[tuple[Any, Any]], line: Call
     for node in gm.graph.nodes:
         if node.target is torch.ops.higher_order.with_effects:
             _refuse_effect(str(node.args[1]), line(node))
+        if getattr(node.target, "__name__", "") == "control_deps":  # keeps the order of what has no result
+            ordered: Any = gm.get_submodule(str(node.args[1]))
+            inner = next(each for each in ordered.graph.nodes if each.op == "call_function")
+            _refuse_effect(str(inner.target), line(inner))
         if node.target is torch.ops.aten._assert_scalar.default:
             raise CaptureError(
                 f"forward checks a number that it reads of a tensor, at {line(node)}, as torch._check does: "

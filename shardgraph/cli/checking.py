@@ -34,7 +34,7 @@ def verify(
     cluster: ClusterName = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples of a model of transformers, of all ranks [default: one for each]."),
+        typer.Option(min=1, help="Samples of a model of transformers, of all ranks.", show_default="one for each"),
     ] = None,
     sequence: Sequence = None,
     settings: Settings = None,

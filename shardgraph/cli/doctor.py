@@ -17,6 +17,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardgraph.cli.options import Json
 from shardgraph.cli.output import result, working
@@ -63,11 +64,15 @@ def _less_busy() -> str:
 
 
 def _show(findings: list[Finding]) -> None:
-    table = Table("", "", "found", "what mends it", box=None)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for overflow in ("ignore", "ignore", "fold"):
+        table.add_column(overflow=overflow, no_wrap=overflow == "ignore")
     for each in findings:
         mark, style = ("ok", "green") if each.works else ("FAILS", "red") if each.needed else ("no", "yellow")
-        table.add_row(f"[{style}]{mark}", each.name, each.found.replace("[", r"\["), each.mend.replace("[", r"\["))
+        table.add_row(Text(mark, style), each.name, Text(each.found))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if mends := [each for each in findings if each.mend]:  # whole lines, to be copied, however narrow the terminal is
+        typer.echo("\n".join(["", "What mends what does not work:", *(f"  {each.mend}" for each in mends)]))
 
 
 def _python(name: str) -> Finding:

@@ -12,7 +12,7 @@ from shardgraph.cli.output import result
 
 def calibrate(
     nproc: Annotated[
-        int | None, typer.Option(min=1, help="Ranks that measure at once [default: one per GPU, or 2 without].")
+        int | None, typer.Option(min=1, help="Ranks that measure at once.", show_default="one per GPU, or 2 without")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 40.0,
     out: Annotated[

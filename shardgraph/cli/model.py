@@ -6,10 +6,12 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ def job_of(
 ) -> Job:
     """The module of this name and a call of it: on ``meta``, or with random ``weights``.
 
+    What is printed meanwhile goes to standard error, since standard output is for results.
+
     Args:
         name: ``package.module:function``, a model type of transformers, or the path of a config in JSON.
         batch, sequence: the size of the inputs that are made up for a model of transformers.
@@ -54,7 +58,7 @@ def job_of(
     """
     sizes = transformers_model.Sizes(batch or 1, sequence)
     torch.manual_seed(0)
-    with nullcontext() if weights else torch.device("meta"):
+    with nullcontext() if weights else torch.device("meta"), redirect_stdout(sys.stderr):
         if not is_function(name):
             module = transformers_model.build(name, settings_of(settings))
             return Job(module, (), transformers_model.inputs(module, sizes))
@@ -97,8 +101,9 @@ def _with_call(module: nn.Module, call: Sequence[Any], name: str) -> Job:
 def _function(name: str) -> Callable[[], Any]:
     path, _, attribute = name.partition(":")
     if path.endswith(".py") or os.sep in path:
-        dotted = path.removesuffix(".py").removeprefix(f".{os.sep}").replace(os.sep, ".")
-        raise ShardGraphError(f"{path!r} is no name of a module: write it as import does, {dotted}:{attribute}")
+        raise ShardGraphError(f"{path!r} is no name of a module: {_as_imported(Path(path), attribute)}")
+    if not all(each.isidentifier() for each in [*path.split("."), attribute]):
+        raise ShardGraphError(f"{name!r} names no function: write it as package.module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
@@ -110,15 +115,23 @@ def _function(name: str) -> Callable[[], Any]:
                 "or name a module that is installed"
             ) from error
         raise ShardGraphError(f"{path!r} cannot be imported: {_last_line(error)}") from error
-    except Exception as error:
-        raise ShardGraphError(f"{path!r} cannot be imported: {_last_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ShardGraphError(f"{path!r} cannot be imported: {_last_line(error)}{_ended(error)}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         known = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
         raise ShardGraphError(f"{path!r} has no function {attribute!r}{nearest(attribute, known)}")
+    if isinstance(function, nn.Module):
+        raise ShardGraphError(
+            f"{name} is a {type(function).__name__} itself: name a function that makes and returns it"
+        )
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of what is not written in Python
+        return function
     required = [
         each.name
-        for each in inspect.signature(function).parameters.values()
+        for each in parameters
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if required:
@@ -132,6 +145,8 @@ def _function(name: str) -> Callable[[], Any]:
 def _called(function: Callable[[], Any], name: str, weights: bool) -> Any:
     try:
         return function()
+    except SystemExit as error:
+        raise ShardGraphError(f"{name} failed: {_last_line(error)}{_ended(error)}") from error
     except Exception as error:
         hint = (
             ""
@@ -142,12 +157,32 @@ def _called(function: Callable[[], Any], name: str, weights: bool) -> Any:
         raise ShardGraphError(f"{name} failed: {_last_line(error)}{hint}") from error
 
 
-def _last_line(error: Exception) -> str:
-    """The error and the line that raised it, of what is not installed if there is one."""
-    *_, frame = sorted(
-        traceback.extract_tb(error.__traceback__)[1:] or traceback.extract_tb(error.__traceback__),
-        key=lambda frame: "site-packages" not in frame.filename and not frame.filename.startswith("<frozen"),
-    )
+_INSTALLED = (*(sysconfig.get_path(each) for each in ("stdlib", "purelib", "platlib")), "<frozen")
+
+
+def _as_imported(path: Path, attribute: str) -> str:
+    """How to name a function of a file."""
+    named, here = path.with_suffix(""), Path.cwd()
+    if path.is_absolute() and path.is_relative_to(here):
+        named = named.relative_to(here)
+    if all(part.isidentifier() for part in named.parts):
+        return f"write it as import does, {'.'.join(named.parts)}:{attribute}"
+    return f"write it as import does, {named.name}:{attribute}, and start the command in {path.parent}"
+
+
+def _ended(error: BaseException) -> str:
+    """What to do about a file that is a program, and ends as such."""
+    if not isinstance(error, SystemExit):
+        return ""
+    return ', so it ended itself as a script does: put what a script does under `if __name__ == "__main__":`'
+
+
+def _last_line(error: BaseException) -> str:
+    """The error and the line that raised it, of the user's own files if there is one."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    *_, frame = sorted(frames[1:] or frames, key=lambda frame: not frame.filename.startswith(_INSTALLED))
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
 
 

@@ -28,12 +28,14 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="package.module:function, which returns a module or (module, inputs, keyword inputs); or a model type of "
-        "transformers, such as gpt2; or a config.json of one.",
+        "transformers, such as gpt2; or a config.json of one, or its folder.",
         show_default=False,
     ),
 ]
 Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a call of a model of transformers.")]
-Sequence = Annotated[int | None, typer.Option(min=1, help="Length of its sequences [default: 1024 or its longest].")]
+Sequence = Annotated[
+    int | None, typer.Option(min=1, help="Length of its sequences.", show_default="1024 or its longest")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A field of its config, as num_hidden_layers=2.")
 ]
@@ -44,7 +46,10 @@ Mesh = Annotated[str | None, typer.Option(metavar="AXIS=SIZE,...", help="Ranks a
 ClusterName = Annotated[
     str | None,
     typer.Option(
-        "--cluster", help="A device such as H100, or a cluster file [default: this machine].", autocompletion=_devices
+        "--cluster",
+        help="A device such as H100, or a cluster file.",
+        autocompletion=_devices,
+        show_default="this machine",
     ),
 ]
 Memory = Annotated[str | None, typer.Option(help="Bytes that a rank may use, such as 80GiB.")]
@@ -55,8 +60,8 @@ Recompute = Annotated[str | None, typer.Option(help="What backward computes agai
 LossChunk = Annotated[str | None, typer.Option(help="Bytes of the logits of a loss at a time, such as 64MiB.")]
 Offload = Annotated[str | None, typer.Option(help="What is kept in host memory: parameters or activations.")]
 GlobalBatch = Annotated[int | None, typer.Option(help="Samples of one step, of all ranks together.")]
-Devices = Annotated[int | None, typer.Option(help="Number of ranks [default: all of the cluster].")]
-Seconds = Annotated[float | None, typer.Option(help="A limit on the search [default: none].")]
+Devices = Annotated[int | None, typer.Option(help="Number of ranks.", show_default="all of the cluster")]
+Seconds = Annotated[float | None, typer.Option(help="A limit on the search.", show_default="none")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

@@ -72,13 +72,14 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show what two plans decide differently, and what that costs."""
-    _measure_machine(cluster)
-    with working(f"compare {first} and {second}"):
+    with working(f"read {first}, {second} and {model}"):
         from shardgraph.cli.model import job_of
         from shardgraph.plans.plan import Plan
 
         plans = Plan.load(first), Plan.load(second)
         job = job_of(model, batch, sequence, settings)
+    _measure_machine(cluster)
+    with working(f"compare {first} and {second}"):
         comparison = shardgraph.compare(
             *plans, model=job.module, **job.call, cluster=cluster, optimizer=optimizer, backend=backend
         )
@@ -91,11 +92,12 @@ def priced(
 ) -> tuple[Job, Any]:
     """The job of a command line, whose ``sizes`` are those of :func:`job_of`, and its analysis; ``what`` is shown."""
     axes = mesh_of(mesh)
-    _measure_machine(cluster)
-    with working(what):
+    with working(f"build {model}"):
         from shardgraph.cli.model import job_of
 
         job = job_of(model, **sizes)
+    _measure_machine(cluster)
+    with working(what):
         return job, shardgraph.analyze(job.module, plan=plan, **job.call, cluster=cluster, mesh=axes, **options)
 
 

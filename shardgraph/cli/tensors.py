@@ -15,7 +15,7 @@ def consolidate(
     out: Annotated[
         str, typer.Option("--out", "-o", callback=file_to_write, help="The file to write.")
     ] = "model.safetensors",
-    entry: Annotated[str, typer.Option(help="The name of the model's state in them [default: what fits].")] = "",
+    entry: Annotated[str, typer.Option(help="The name of the model's state in them.", show_default="what fits")] = "",
     as_json: Json = False,
 ) -> None:
     """Make one safetensors file of the shards that ranks saved, also FairScale's."""

@@ -44,9 +44,10 @@ def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
     made_for = _class_of(config)
     try:
         return made_for(config)
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # each model has checks of its own
         changed = f" with {', '.join(f'{key}={value}' for key, value in settings.items())}" if settings else ""
-        raise ShardGraphError(f"{name}{changed} is not a model that transformers can build: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        raise ShardGraphError(f"{name}{changed} is not a model that transformers can build: {why}") from error
 
 
 def is_one(module: nn.Module) -> bool:
@@ -89,34 +90,54 @@ def _config(name: str, settings: Mapping[str, Any]) -> Any:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise ShardGraphError(f"the model {name!r} is of transformers: pip install transformers, or {_OWN}") from error
-    fields: dict[str, Any] = {"model_type": name}
-    if name.endswith(".json"):
-        try:
-            fields = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ShardGraphError(f"the config {name!r} cannot be read: {error}") from error
-    kind = fields.pop("model_type", None) if isinstance(fields, dict) else None
+    fields = {"model_type": name} if name in CONFIG_MAPPING else _fields(name)
+    kind = fields.pop("model_type", None)
+    if not isinstance(kind, str):
+        raise ShardGraphError(f"{name!r} says no model_type, which is to be the name of one of transformers: {_OWN}")
     if kind not in CONFIG_MAPPING:
-        what = f"there is no model type {kind!r} in transformers" if kind else f"{name!r} says no model_type"
-        raise ShardGraphError(f"{what}: {_OWN}{nearest(str(kind), CONFIG_MAPPING.keys())}")
-    config_of = CONFIG_MAPPING[kind]
-    default = config_of(**fields)
+        raise ShardGraphError(
+            f"there is no model type {kind!r} in transformers: {_OWN}{nearest(kind, CONFIG_MAPPING.keys())}"
+        )
+    default = _made(CONFIG_MAPPING[kind], fields, f"the config of {name} cannot be")
     for field in settings:
         if not hasattr(default, field):
             raise ShardGraphError(f"the config of {name} has no field {field!r}{nearest(field, vars(default))}")
+    return _made(CONFIG_MAPPING[kind], fields | dict(settings), f"the config of {name} cannot be with {dict(settings)}")
+
+
+def _fields(name: str) -> dict[str, Any]:
+    """What the config of a file says, or of a folder that has one, as a checkpoint's; else that this is its type."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix.lower() != ".json" and not path.exists():
+        return {"model_type": name}
     try:
-        return config_of(**{**fields, **settings})
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ShardGraphError(f"the config {str(path)!r} cannot be read: {error}") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _made(config_of: Any, fields: Mapping[str, Any], cannot: str) -> Any:
+    try:
+        return config_of(**fields)
     except Exception as error:  # each config has checks of its own
-        raise ShardGraphError(f"the config of {name} cannot be with {dict(settings)}: {error}") from error
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ShardGraphError(f"{cannot}: {why}") from error
 
 
 def _class_of(config: Any) -> Any:
     """The class that its checkpoint says, or one with a loss."""
     import transformers
 
-    for name in config.architectures or ():
-        if found := getattr(transformers, name, None):
-            return found
+    named = config.architectures or ()
+    for name in [named] if isinstance(named, str) else named:
+        found = getattr(transformers, name, None)
+        if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+            raise ShardGraphError(
+                f"the config is of the architecture {name!r}, which transformers {transformers.__version__} does not "
+                f"have: --set architectures=null for the one of its model type, or {_OWN}"
+            )
+        return found
     kinds = [
         transformers.MODEL_FOR_MASKED_LM_MAPPING,  # before the next, where what is pretrained so is also made a decoder
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
