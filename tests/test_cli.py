@@ -464,6 +464,13 @@ def test_verify_ends_with_1_if_they_are_not_equal(monkeypatch: pytest.MonkeyPatc
     assert run("verify", f"{HERE}:mlp").exit_code == 1
 
 
+def test_verify_refuses_ranks_that_are_not_those_of_the_mesh_or_the_plan(plan_file: Path) -> None:
+    said = refusal("verify", f"{HERE}:mlp", "--ranks", "2", "--mesh", "dp=4")
+    assert "the mesh {'dp': 4} is of 4 ranks, and world_size is 2" in said
+    said = refusal("verify", f"{HERE}:mlp", "--ranks", "4", "--plan", plan_file)
+    assert "the mesh {'dp': 2} of the plan is of 2 ranks, and world_size is 4" in said
+
+
 def test_verify_refuses_a_plan_that_there_is_not() -> None:
     assert "'fsdq'" in refusal("verify", f"{HERE}:mlp", "--plan", "fsdq")
 
@@ -646,8 +653,29 @@ def test_a_file_whose_folder_is_not_there_is_refused_before_the_work(command: st
 def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for said, words in (("folder", ["report", "-o", tmp_path]), ("file", ["emit", "-o", tmp_path / "file"])):
-        lines = run(words[0], "no.such:model", *words[1:]).stderr
-        assert f"is a {said}" in " ".join(lines.replace("│", "").split())  # wherever a box breaks its lines
+        assert f"is a {said}" in boxed(words[0], "no.such:model", *words[1:])
+    assert "is a file: name a folder" in boxed("emit", "no.such:model", "-o", tmp_path / "file" / "in" / "it")
+
+
+def boxed(*arguments: str | Path) -> str:
+    """What a command says of an option that cannot be, without the box around it, which breaks its lines."""
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    return " ".join(done.stderr.replace("│", "").split())
+
+
+@pytest.mark.parametrize("command", ["visualize", "front", "demo"])
+def test_a_picture_of_no_format_is_refused_before_the_work(command: str, tmp_path: Path) -> None:
+    model = {"visualize": ["no.such:model"], "front": ["no.such:model", "--devices", "2"], "demo": []}[command]
+    assert "cannot draw 'plan.bmp'" in refusal(command, *model, "-o", tmp_path / "plan.bmp")
+
+
+@pytest.mark.parametrize(("command", "out"), [("report", "page.html"), ("emit", "program"), ("plan", "plan.yaml")])
+def test_what_may_not_be_written_is_refused_before_the_work(
+    command: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    assert "may not be written to" in boxed(command, "no.such:model", "-o", tmp_path / out)
 
 
 def test_a_plan_says_its_reason_once(plan_file: Path, searched: tuple[Path, str]) -> None:

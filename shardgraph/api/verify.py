@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.checks.coverage import Coverage
 from shardgraph.checks.loss import default_loss
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.mesh import Mesh
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
@@ -90,9 +91,10 @@ class Report:
     def __str__(self) -> str:
         name, error = self.worst
         equal = error <= self.tolerance and not self.proof.wrong
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         verdict = "equal" if self.ok else "NOT EQUAL" if not equal else "NOT SHOWN EQUAL, too little was compared"
         lines = [
-            f"{verdict}: plan {self.plan.name} on {self.plan.world_size} ranks, {self.steps} steps, {self.batch}",
+            f"{verdict}: plan {self.plan.name} on {self.plan.world_size} ranks, {steps}, {self.batch}",
             f"  largest relative error {error:.2e} (tolerance {self.tolerance:.0e}): {name}; "
             f"{len(self.errors)} tensors compared",
             f"  {self.coverage}",
@@ -113,7 +115,7 @@ def verify(
     example_inputs: tuple[Any, ...] = (),
     plan: str | Path | Plan = "fsdp",
     *,
-    world_size: int = 2,
+    world_size: int | None = None,
     mesh: Mapping[str, int] | None = None,
     pipeline: Pipeline | None = None,
     precision: str | Precision | None = None,
@@ -140,7 +142,7 @@ def verify(
         example_inputs: positional inputs of the whole batch, split along dim 0 into equal parts for the ranks if all
             tensors allow it; otherwise every rank gets the whole batch (the report says which).
         plan: as for ``shardgraph.compile``.
-        world_size: number of ranks; ``mesh`` (axis sizes by name) overrides it.
+        world_size: number of ranks; None: those of ``mesh`` (axis sizes by name) or of a plan file, else 2.
         pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
         precision: as for ``shardgraph.compile``; the original is computed in it too.
         cluster: the hardware for which plans and stages are priced, as for ``shardgraph.analyze``; None: this machine.
@@ -162,7 +164,7 @@ def verify(
         seed: seed of each step's random numbers.
 
     Raises:
-        CaptureError, PlanError: as ``shardgraph.compile``.
+        CaptureError, PlanError: as ``shardgraph.compile``; or ``world_size`` is not the number of ranks of the mesh.
         ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches, or an argument
             is not allowed.
     """
@@ -262,12 +264,17 @@ def _computes_in(dtype: torch.dtype, model: nn.Module, plan: Plan) -> bool:
     return all(each is dtype for each in computed)
 
 
-def _mesh(mesh: Mapping[str, int] | None, world_size: int, plan: str | Plan) -> Mesh:
-    if mesh:
-        return tuple(mesh.items())
-    if isinstance(plan, Plan):
-        return plan.whole_mesh
-    return default_mesh(plan, world_size, max(world_size // 2, 1))
+def _mesh(mesh: Mapping[str, int] | None, world_size: int | None, plan: str | Plan) -> Mesh:
+    if not mesh and not isinstance(plan, Plan):
+        ranks = world_size or 2
+        return default_mesh(plan, ranks, max(ranks // 2, 1))
+    axes = tuple(mesh.items()) if mesh else plan.whole_mesh  # type: ignore[union-attr]
+    if world_size not in (None, ranks := math.prod(size for _, size in axes)):
+        whose = "" if mesh else " of the plan"
+        raise PlanError(
+            f"the mesh {dict(axes)}{whose} is of {ranks} ranks, and world_size is {world_size}: leave it out"
+        )
+    return axes
 
 
 def _programs(

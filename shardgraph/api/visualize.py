@@ -90,11 +90,7 @@ def visualize(
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
     """
     path = Picture(path)
-    ending = path.suffix.lower()
-    if ending not in (".svg", ".html", ".png", ".pdf", ".dot", ".gv"):
-        raise ShardGraphError(
-            f"cannot draw {path.name!r}: its suffix selects the format, and is .svg, .html, .png, .pdf, .dot or .gv"
-        )
+    ending = path.format()
     if measured is not None and (ending != ".html" or isinstance(what, Front)):
         raise ShardGraphError(f"{path.name!r} has no room for what was measured: a plan's .html has")
     if isinstance(what, Front):

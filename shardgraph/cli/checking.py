@@ -30,7 +30,10 @@ def verify(
     model: Model,
     plan: PlanName = "fsdp",
     mesh: Mesh = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, where there is no mesh.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of ranks.", show_default="2, or those of the mesh or plan"),
+    ] = None,
     cluster: ClusterName = None,
     batch: Annotated[
         int | None,
@@ -52,8 +55,8 @@ def verify(
     The model has random weights, and has to fit in memory twice.
     """
     axes = mesh_of(mesh)
-    count = math.prod(axes.values()) if axes else ranks
-    with working(f"verify {model} under {plan} on {count} ranks"):
+    count = ranks or (math.prod(axes.values()) if axes else 2)
+    with working(f"verify {model} under {plan}"):
         from shardgraph.cli.model import is_function, job_of
 
         job = job_of(model, batch if batch or is_function(model) else count, sequence, settings, weights=True)
@@ -61,7 +64,7 @@ def verify(
             job.module,
             plan=plan,
             **job.call,
-            world_size=count,
+            world_size=ranks,
             mesh=axes,
             cluster=cluster,
             precision=precision,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import shardgraph
-from shardgraph.cli.options import Json, file_to_write
+from shardgraph.cli.options import Json, picture_to_write
 from shardgraph.cli.output import result, working
 
 _ROWS, _LENGTH, _STEPS = 8, 64, 30
@@ -16,7 +16,9 @@ _ROWS, _LENGTH, _STEPS = 8, 64, 30
 
 def demo(
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Number of ranks.")] = 2,
-    out: Annotated[str, typer.Option("--out", "-o", callback=file_to_write, help="The page to write.")] = "demo.html",
+    out: Annotated[
+        str, typer.Option("--out", "-o", callback=picture_to_write, help="The page to write.")
+    ] = "demo.html",
     as_json: Json = False,
 ) -> None:
     """See what it does: verify a plan, train under it beside the unsharded model, and write a report of it."""

@@ -21,6 +21,7 @@ from shardgraph.cli.options import (
     Sequence,
     Settings,
     file_to_write,
+    picture_to_write,
 )
 from shardgraph.cli.output import result, working
 from shardgraph.cli.pricing import priced
@@ -32,7 +33,7 @@ def visualize(
     out: Annotated[
         str,
         typer.Option(
-            "--out", "-o", callback=file_to_write, help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv."
+            "--out", "-o", callback=picture_to_write, help="The picture to write: .svg, .html, .png, .pdf, .dot or .gv."
         ),
     ],
     plan: PlanName = "fsdp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,13 +72,27 @@ def file_to_write(path: str | None) -> str | None:
         raise typer.BadParameter(f"{path!r} is a folder: name a file in it")
     if path is not None and not Path(path).parent.is_dir():
         raise typer.BadParameter(f"there is no folder {str(Path(path).parent)!r}: make it, or write elsewhere")
+    if path is not None and not os.access(Path(path).parent, os.W_OK):
+        raise typer.BadParameter(f"the folder {str(Path(path).parent)!r} may not be written to: write elsewhere")
+    return path
+
+
+def picture_to_write(path: str | None) -> str | None:
+    """The same of a picture, whose suffix is that of a format."""
+    if file_to_write(path) is not None:
+        from shardgraph.pictures.picture import Picture
+
+        Picture(path).format()
     return path
 
 
 def folder_to_write(path: str) -> str:
     """The same of a folder, which is made."""
-    if Path(path).exists() and not Path(path).is_dir():
-        raise typer.BadParameter(f"{path!r} is a file: name a folder, which need not be there")
+    there = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{str(there)!r} is a file: name a folder, which need not be there")
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"the folder {str(there)!r} may not be written to: write elsewhere")
     return path
 
 

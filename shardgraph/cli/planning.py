@@ -26,6 +26,7 @@ from shardgraph.cli.options import (
     Sequence,
     Settings,
     file_to_write,
+    picture_to_write,
 )
 from shardgraph.cli.output import result, working
 
@@ -100,7 +101,7 @@ def front(
     seconds: Seconds = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", callback=file_to_write, help="A picture to draw, as front.svg or .html."),
+        typer.Option("--out", "-o", callback=picture_to_write, help="A picture to draw, as front.svg or .html."),
     ] = None,
     as_json: Json = False,
 ) -> None:
