@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -332,6 +333,34 @@ def test_of_a_pipeline_what_lies_in_several_stages_is_found(tmp_path):
     call = {"loss_fn": lambda out, target: out.square().mean(), "example_kwargs": {"target": ids}}
     found = shardgraph.analyze(model, (ids,), "pp", mesh={"pp": 2}, cluster=toy_cluster(), **call)
     assert "<b>tied-across-stages</b>" in shardgraph.visualize(found, tmp_path / "report.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory):
+    """The report of four blocks in two stages."""
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    found = shardgraph.analyze(model, (torch.zeros(8, 8),), "pp", mesh={"pp": 2}, cluster=toy_cluster())
+    return shardgraph.visualize(found, tmp_path_factory.mktemp("piped") / "report.html")
+
+
+def test_of_a_pipeline_the_picture_says_where_stages_begin(piped):
+    assert ">pp=2: 2 stages, 1f1b, 4 microbatches, stages begin with 2<" in piped.read_text()
+
+
+def test_of_a_pipeline_rounding_is_no_communication(piped):
+    exposed = re.search(r"exposed communication</span><b>(.*?)</b><small>(.*?)</small>", piped.read_text())
+    assert exposed is not None and not re.search(r"\de-\d", exposed[2]), exposed[2]
+
+
+@needs_browser
+def test_of_a_pipeline_modules_are_told_to_be_those_of_a_microbatch_in_all_stages(browser, piped):
+    page = browser.new_page()
+    page.goto(piped.as_uri())
+    heads = page.locator("#modules th").all_text_contents()
+    assert "over stages" in heads and "on a rank" not in heads
+    assert "one microbatch on its way through all stages" in page.locator("#modules").inner_text()
+    assert "of one microbatch" in page.locator("#modules th", has_text="compute").get_attribute("title")
+    page.close()
 
 
 def test_it_has_the_plans_that_were_compared_and_the_yaml(tmp_path):

@@ -181,7 +181,7 @@ def _outline_of(what: _Drawn, call: Call | None) -> _Outline:
         assert call is not None
         plan = annotated(what, call.model) if isinstance(what, Plan) else what.plan
         outline = _lowered(plan.of_stage, call)
-    modules = replace(outline.modules, mesh=plan.whole_mesh, staged=plan.pipeline is not None)
+    modules = replace(outline.modules, mesh=plan.whole_mesh, stages=str(plan.pipeline or ""))
     return replace(outline, modules=modules)
 
 
@@ -234,7 +234,7 @@ def _findings_of(
 def _draw_schedule(analysis: PipelineAnalysis) -> svg.Drawing:
     pipeline, cluster = analysis.plan.pipeline, analysis.cluster.name
     assert pipeline is not None
-    title = f"Schedule {pipeline.schedule} of {pipeline.parts} microbatches, predicted on {cluster}"
+    title = f"Schedule {pipeline.schedule} of {pipeline.parts} microbatches, predicted on {cluster}, without the update"
     return gantt.draw_gantt(analysis.schedule, title)
 
 

@@ -13,8 +13,9 @@ WIDTH, LINE, PAD, HEADER = 980, 20, 10, 26
 
 def draw_boxes(tree: Tree) -> Drawing:
     """A plan as nested boxes; consecutive layers that are equal in every respect are drawn once."""
-    body = [text(0, 20, tree.title, "title"), text(0, 44, tree.summary)]
-    y = 60
+    body = [text(0, 20, tree.title, "title")]
+    body += [text(0, 44 + LINE * at, line) for at, line in enumerate(tree.summary)]
+    y = 40 + LINE * len(tree.summary)
     for colour, line in tree.legend:
         body += [rect(0, y, 16, 14, colour), text(24, y + 12, line)]
         y += LINE

@@ -119,7 +119,7 @@ def _fit_texts(group: ET.Element) -> None:
 
 
 def _title(tree: Tree) -> str:
-    lines = [f'<font point-size="18"><b>{escape(tree.title)}</b></font>', escape(tree.summary)]
+    lines = [f'<font point-size="18"><b>{escape(tree.title)}</b></font>', *map(escape, tree.summary)]
     lines += [f'<font color="{colour}" point-size="15">&#9632;</font> {escape(line)}' for colour, line in tree.legend]
     rows = "".join(f'<tr><td align="left">{line}</td></tr>' for line in lines)
     return f'<<table border="0" cellspacing="1" cellpadding="1">{rows}</table>>'

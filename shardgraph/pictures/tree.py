@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, groupby, repeat
+from textwrap import wrap
 
 from shardgraph.ir import collectives, group_of
 from shardgraph.mesh import Mesh
@@ -19,6 +20,7 @@ from shardgraph.sizes import format_bytes
 
 _COLOURS = ("#8ecae6", "#ffd166", "#a8d5a2", "#f4a6b8", "#cdb4f0", "#f7b37e")
 _OTHER = "#d0d0d0"  # all placements beyond the colours that are easily told apart
+_WIDTH = 110  # characters of a line above the picture
 
 
 class UnknownTrafficError(Exception):
@@ -158,13 +160,13 @@ class Module:
 class Tree:
     """The modules of a program on a mesh; ``plan`` is the name of its plan.
 
-    ``staged``: they lie in the stages of a pipeline, each on the ranks of one.
+    ``stages``: how a pipeline divides them, each module on the ranks of one stage; empty without one.
     """
 
     plan: str
     mesh: Mesh
     root: Module
-    staged: bool = False
+    stages: str = ""
 
     @property
     def title(self) -> str:
@@ -173,19 +175,21 @@ class Tree:
     @property
     def on(self) -> str:
         """Where the bytes of modules are counted."""
-        return "over stages" if self.staged else "per rank"
+        return "over stages" if self.stages else "per rank"
 
     @property
-    def summary(self) -> str:
-        """The total bytes held and sent, as one line."""
+    def summary(self) -> list[str]:
+        """Lines about the whole: the bytes held and sent, and where a pipeline's stages begin."""
         sent: Counter[str] = Counter()
         for traffic in (each for module in self.root.walk() for each in module.traffic.values()):
             sent[traffic.axis] += traffic.nbytes
         whole = sum(parameter.whole_bytes for parameter in self.root.parameters())
-        on = "over one rank of each stage" if self.staged else "per rank"
+        on = "over one rank of each stage" if self.stages else "per rank"
         held = f"{format_bytes(self.root.nbytes)} {on}, {format_bytes(whole)} in all"
         ways = ", ".join(f"{format_bytes(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
-        return f"Parameters: {held}. Sent per rank and step{' within stages' if self.staged else ''}: {ways}"
+        step = "step within stages" if self.stages else "step"
+        line = f"Parameters: {held}. Sent per rank and {step}: {ways}"
+        return [line, *wrap(self.stages, _WIDTH, break_long_words=False)]
 
     @property
     def colours(self) -> dict[str, str]:

@@ -29,6 +29,7 @@ from shardgraph.report.analysis import StepCosts
 from shardgraph.report.step import batch_of, tasks_of, trained_shards, update_memory, update_rows
 from shardgraph.sizes import format_bytes, format_seconds
 
+_ROUNDING = 1e-9  # of a sum of seconds
 _STAYS = ("parameters", "buffers", "inputs", "gathered parameters")  # kinds of memory that no microbatch adds to
 
 
@@ -210,7 +211,8 @@ class PipelineAnalysis(StepCosts):
             for communicates in (False, True)
         )
         once = sum(stage.once for stage in own)
-        exposed = max(0.0, seconds - computed) + once
+        exposed = seconds - computed if seconds - computed > _ROUNDING * seconds else 0.0
+        exposed += once
         bubble = self.schedule.seconds - seconds
         return StepTime(min(computed, seconds), max(updates), communication + once, exposed, bubble)
 

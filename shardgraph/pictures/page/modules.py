@@ -36,7 +36,8 @@ def module_tree(rows: Iterable[Row], plan: Tree | None) -> dict[str, Any]:
     A module has its ``name`` and ``path``, and of itself and all below it: ``seconds`` of computation, ``flops``,
     bytes ``sent``, the most bytes ``live`` while it runs; with the plan's modules also its ``numel`` of parameters, the
     ``bytes`` that a rank holds of them, and ``placed``, their placements. Consecutive layers that cost the same are
-    the ``children`` of one entry, which has their number as ``layers``, and their sums.
+    the ``children`` of one entry, which has their number as ``layers``, and their sums. The model is ``staged`` if it
+    lies in the stages of a pipeline: rows are then of one microbatch, and bytes of all stages.
     """
     whole = _Cost()
     for row in rows:
@@ -45,7 +46,8 @@ def module_tree(rows: Iterable[Row], plan: Tree | None) -> dict[str, Any]:
         for name in row.module.split(".") if row.module else ():
             at = at.children.setdefault(name, _Cost())
             at.add(row)
-    return _entry("", "model", whole, plan.root if plan is not None else None)
+    entry = _entry("", "model", whole, plan.root if plan is not None else None)
+    return entry | ({"staged": True} if plan is not None and plan.stages else {})
 
 
 def _entry(path: str, name: str, cost: _Cost, held: Module | None) -> dict[str, Any]:

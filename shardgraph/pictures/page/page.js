@@ -56,15 +56,17 @@ const seconds = (s) => (s >= 1 ? `${s.toFixed(2)} s` : s >= 1e-3 ? `${(s * 1e3).
 
 function drawModules(model) {
   const table = document.querySelector("#modules table"), body = table.tBodies[0];
+  const work = model.staged ? "one microbatch, in all stages" : "one step of a rank";
   const columns = [
-    ["compute", (m) => seconds(m.seconds), "seconds of computation in one step of a rank"],
-    ["FLOPs", (m) => flops(m.flops), "floating-point operations of one step of a rank"],
-    ["sent", (m) => bytes(m.sent), "bytes that a rank sends for it in one step"],
+    ["compute", (m) => seconds(m.seconds), `seconds of computation of ${work}`],
+    ["FLOPs", (m) => flops(m.flops), `floating-point operations of ${work}`],
+    ["sent", (m) => bytes(m.sent), `bytes sent for it within ${work}`],
     ["live at most", (m) => bytes(m.live), "the most bytes live on a rank while it runs"],
   ];
   if (model.numel !== undefined) {
     columns.unshift(["parameters", (m) => count(m.numel || 0), "numbers in its parameters, on all ranks together"],
-      ["on a rank", (m) => bytes(m.bytes || 0), "bytes of its parameters that a rank holds"]);
+      [model.staged ? "over stages" : "on a rank", (m) => bytes(m.bytes || 0),
+        `bytes of its parameters that ${model.staged ? "one rank of each stage" : "a rank"} holds`]);
     columns.push(["placed", (m) => (m.placed || []).join("; "), "how its parameters are divided"]);
   }
   const head = table.tHead.insertRow();
