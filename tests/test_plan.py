@@ -82,6 +82,15 @@ def test_an_invalid_file_is_refused_naming_the_field(edit, message):
         Plan.from_yaml(text.replace(*edit))
 
 
+def test_a_gradient_that_a_file_does_not_say_follows_from_the_placement(tmp_path):
+    (path := tmp_path / "plan.yaml").write_text(
+        "schema: 1\nname: mine\nmesh: {dp: 2}\n"
+        "parameters: {'*': {placements: [replicate]}, head.*: {placements: [shard(0)]}}\n"
+    )
+    rules = dict(Plan.load(path).parameters)
+    assert rules["*"].gradient == "all_reduce" and rules["head.*"].gradient == "reduce_scatter"
+
+
 def test_a_missing_plan_file_is_refused(tmp_path):
     with pytest.raises(PlanError, match="cannot read the plan file"):
         Plan.load(tmp_path / "none.yaml")

@@ -139,10 +139,14 @@ def _pairs(data: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _parameters(data: Mapping[Any, Any]) -> tuple[tuple[str, ParameterPlan], ...]:
-    return tuple(
-        (pattern, ParameterPlan(**_read(f"parameters.{pattern}", _PARAMETER, ("placements",), entry)))
-        for pattern, entry in _pairs(data)
-    )
+    return tuple((pattern, _parameter(f"parameters.{pattern}", entry)) for pattern, entry in _pairs(data))
+
+
+def _parameter(field: str, entry: Any) -> ParameterPlan:
+    """An entry, whose gradient, where the file does not say it, is scattered if the parameter is sharded."""
+    fields = _read(field, _PARAMETER, ("placements",), entry)
+    scattered = SHARD in fields["placements"] or not fields["placements"]
+    return ParameterPlan(**{"gradient": "reduce_scatter" if scattered else "all_reduce"} | fields)
 
 
 def _considered(data: list[Any]) -> tuple[Candidate, ...]:
