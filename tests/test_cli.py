@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -197,6 +198,43 @@ def test_an_interrupt_at_any_moment_of_a_process_ends_it_quietly_and_leaves_noth
             assert files_of(plan_file.parent) == before
         shutil.rmtree(plan_file.parent / "program", ignore_errors=True)
     assert 130 in ended and files_of(temporary) == {}
+
+
+def marked(value: str) -> set[int]:
+    """The processes that have this in their environment."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if value.encode() in (folder / "environ").read_bytes():
+                found.add(int(folder.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize("seconds", [0.0, 3.0, 8.0])
+def test_an_interrupt_while_this_machine_is_measured_leaves_no_process_and_no_file(
+    seconds: float, whole_group: bool, plan_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")  # in which there are no prices yet
+    line = [sys.executable, "-m", "shardgraph", "compare", plan_file, plan_file, "--model", f"{HERE}:mlp"]
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heeded}
+    options["env"] = {**os.environ, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(cache)}
+    with subprocess.Popen(line, start_new_session=True, **options) as running:
+        while not marked(str(cache)) - {running.pid}:  # the processes that measure
+            assert running.poll() is None
+            time.sleep(0.05)
+        time.sleep(seconds)
+        (os.killpg if whole_group else os.kill)(running.pid, signal.SIGINT)  # a terminal interrupts all of them
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err) == (130, "", "")
+    deadline = time.monotonic() + 10
+    while (left := marked(str(cache))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left and not [name for name, held in files_of(cache).items() if held is not None]
 
 
 def test_an_interrupt_amid_a_trace_ends_without_the_traceback_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

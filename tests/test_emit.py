@@ -139,10 +139,10 @@ def test_stages_are_recomputed_in_backward(schedule: str, tmp_path: Path) -> Non
 
 
 class Masked(GPT):
-    """Half of the labels count, so that how many are not ignored depends on their order."""
+    """The labels of all columns but the last count, so that how many are not ignored depends on their order."""
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        seen = torch.arange(labels.shape[1], device=labels.device) < 4
+        seen = torch.arange(labels.shape[1], device=labels.device) < 7
         return super().forward(ids, labels.where(seen, -100))
 
 
@@ -155,6 +155,8 @@ def masked() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_losses_of_ranks_are_weighed_by_their_tokens(tmp_path: Path) -> None:
+    counts = [(batch_of(masked()[1], number)[1][:, :7] != -100).sum().item() for number in (0, 1)]
+    assert counts[0] != counts[1]
     weighed = {"loss_weight": "tokens"}
     two = [Case(f"masked:{plan}", masked, plan, {"dp": 2}, weighed) for plan in ("fsdp", "ddp")]
     _equal(two, tmp_path)

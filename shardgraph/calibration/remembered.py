@@ -98,12 +98,20 @@ def _measured(path: Path) -> Cluster | None:
         with suppress(ClusterError):  # none yet, or of another release
             return Cluster.load(known)
     what = "measure this CPU, which is busy now, and again when it is not" if busy else "measure this CPU, once"
-    with Progress(what, 1) as progress, tempfile.TemporaryDirectory() as folder:
+    # Its processes have their files in this folder too, so that none is left where they are ended amid their work.
+    kept = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with Progress(what, 1) as progress, kept as folder:
         progress("")
         out = Path(folder) / path.name
         command = [sys.executable, "-m", "shardgraph", "calibrate", "--seconds", f"{_SECONDS}", "--nproc", f"{ranks}"]
         try:
-            subprocess.run([*command, "--out", out], env=_alone(), capture_output=True, timeout=_PATIENCE, check=True)
+            subprocess.run(
+                [*command, "--out", out],
+                env=_alone() | {"TMPDIR": folder},
+                capture_output=True,
+                timeout=_PATIENCE,
+                check=True,
+            )
             cluster, content = Cluster.load(out), out.read_text(encoding="utf-8")
         except (OSError, subprocess.SubprocessError, ClusterError) as error:
             said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
