@@ -268,7 +268,7 @@ def _mesh(mesh: Mapping[str, int] | None, world_size: int | None, plan: str | Pl
     if not mesh and not isinstance(plan, Plan):
         ranks = world_size or 2
         return default_mesh(plan, ranks, max(ranks // 2, 1))
-    axes = tuple(mesh.items()) if mesh else plan.whole_mesh  # type: ignore[union-attr]
+    axes = tuple(mesh.items()) if mesh else plan.whole_mesh
     if world_size not in (None, ranks := math.prod(size for _, size in axes)):
         whose = "" if mesh else " of the plan"
         raise PlanError(
