@@ -310,6 +310,7 @@ def test_a_function_gives_a_module_with_its_inputs_on_meta() -> None:
         ("gtp2", "did you mean 'gpt2'"),
         ("missing.json", "cannot be read"),
         ("wav2vec2", "name a function"),
+        (__file__, "name a function that returns the module and its inputs instead"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(name: str, said: str) -> None:

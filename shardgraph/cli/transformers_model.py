@@ -108,7 +108,7 @@ def _config(name: str, settings: Mapping[str, Any]) -> Any:
 def _fields(name: str) -> dict[str, Any]:
     """What the config of a file says, or of a folder that has one, as a checkpoint's; else that this is its type."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if path.suffix.lower() != ".json" and not path.exists():
+    if path.suffix.lower() != ".json":
         return {"model_type": name}
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
