@@ -203,7 +203,8 @@ class Finals:
         fitting = [pair for pair in left if self._may_fit(*pair) and not self._has_fewer_calls(pair[0])]
         if left:
             why = "as they do not fit, or have more calls in a step than they need"
-            yield f"{len(left)} layouts were not priced exactly, {len(left) - len(fitting)} of them {why}"
+            without = f", {len(left) - len(fitting)} of them {why}" if len(fitting) < len(left) else ""
+            yield f"{'1 layout was' if len(left) == 1 else f'{len(left)} layouts were'} not priced exactly{without}"
         if fitting and (best := self._best) is not None:
             yield from self._bounds(fitting, best)
 
