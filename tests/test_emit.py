@@ -234,6 +234,21 @@ def test_a_compiled_module_writes_its_latest_training_step(tmp_path: Path) -> No
     assert "def block_forward" in (tmp_path / "program.py").read_text(encoding="utf-8")
 
 
+def test_an_edited_program_is_not_overwritten(tmp_path: Path) -> None:
+    model, args, _ = gpt()
+    sharded = shardgraph.compile(model, "single")
+    sharded.train_step(*args)
+    sharded.save_program(tmp_path)
+    sharded.save_program(tmp_path)
+    edited = tmp_path / "program.py"
+    edited.write_text(edited.read_text(encoding="utf-8").replace("AdamW", "SGD"), encoding="utf-8")
+    before = edited.read_bytes()
+    with pytest.raises(shardgraph.ShardGraphError, match=r"^program.py in .* was edited after it was emitted"):
+        sharded.save_program(tmp_path)
+    assert edited.read_bytes() == before
+    assert {file.name for file in tmp_path.iterdir()} == {"program.py", "batch.pt", "weights.pt"}
+
+
 def test_a_model_on_meta_is_written_without_weights(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = GPT(2)

@@ -80,7 +80,8 @@ def emit(
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
         ShardGraphError: only one of ``loss_fn`` and its target is given, or the program has what plain PyTorch does not
-            have, such as parameters on disk or operators of the user's own.
+            have, such as parameters on disk or operators of the user's own; or a file in ``directory`` was edited
+            since it was emitted.
     """
     kwargs, captures = dict(example_kwargs or {}), Captures(torch.device("cpu"))
     mesh_of = partial(resolve_axes, mesh={} if mesh is None and plan == "single" else mesh, cluster=cluster)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from shardgraph.errors import CheckpointError, nearest
+from shardgraph.errors import CheckpointError, ShardGraphError, nearest
 from shardgraph.torch_api import BatchNorm, as_placed, local_tensor, placed
 
 Whole = Callable[[str, Tensor, bool], Tensor]
@@ -82,15 +82,17 @@ def written_by_first_rank(path: str | Path, write: Callable[[], Any]) -> None:
     if _rank() == 0:
         try:
             write()
+        except ShardGraphError as error:
+            failure = [str(error)]
         except Exception as error:  # of any kind: the other ranks wait for the outcome
-            failure = [f"{type(error).__name__}: {error}"]
+            failure = [
+                f"rank 0 could not write {str(path)!r} ({type(error).__name__}: {error}): give a path in a folder that "
+                "exists, that rank 0 may write to, and that has room for the whole model"
+            ]
     if dist.is_initialized():
         dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise CheckpointError(
-            f"rank 0 could not write the checkpoint {str(path)!r} ({failure[0]}): give a path in a folder that exists, "
-            "that rank 0 may write to, and that has room for the whole model"
-        )
+        raise CheckpointError(failure[0])
 
 
 def load_full_state_dict(
