@@ -109,6 +109,7 @@ def _regions(gm: fx.GraphModule) -> list[Region]:
     return [unit for unit in regions_of(gm) if not isinstance(unit, fx.Node)]
 
 
+@pytest.mark.quick("1024")
 @pytest.mark.parametrize("bucket", [0, 1024])
 def test_deeper_models_have_no_further_regions_to_compile(bucket):
     plan = replace(preset("fsdp", {"dp": 2}), bucket=bucket)
