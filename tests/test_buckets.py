@@ -130,6 +130,16 @@ class Cast(nn.Module):
         return x.double()
 
 
+@pytest.mark.parametrize(("bucket", "issued_together"), [(0, 4), (40, 2), (1 << 20, 1)])
+def test_averages_of_running_statistics_are_merged(bucket, issued_together):
+    norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4)  # each with a mean and a variance of 16 bytes
+    model = nn.Sequential(nn.Linear(16, 4), norms[0], nn.ReLU(), nn.Linear(4, 4), norms[1])
+    program = build(replace(preset("zero2", {"dp": 2}), bucket=bucket), model)
+    assert issued(program.forward)["all_reduce"] == issued_together
+    assert shardgraph.prove(program).ok
+    assert shardgraph.verify(model, (X,), program.plan, steps=3).ok
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_what_is_packed_is_unpacked_equal(parts):
     tensors = [torch.randn(6, 5), torch.randn(6), torch.randn(12, 1, 2)]

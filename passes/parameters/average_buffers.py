@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Buffer, Mutation, first_only, random_choices
-from shardgraph.ir.attributes import MEAN_OF, SOURCE, SUBJECT, SYNCHRONIZED
+from shardgraph.ir.attributes import AVERAGES, MEAN_OF, SOURCE, SUBJECT, SYNCHRONIZED
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
@@ -41,7 +41,7 @@ class AverageBuffers(Pass):
             counts = not value.meta["val"].is_floating_point()
             if (counts and not dropping) or SYNCHRONIZED.get(value):
                 return value
-            labels = {SUBJECT: f"buffer {fqn}", SOURCE: SOURCE.get(value, "")}
+            labels = {SUBJECT: f"buffer {fqn}", SOURCE: SOURCE.get(value, ""), AVERAGES: (fqn,)}
             build = Builder(gm.graph, context.values, labels, after=value)
             if counts:
                 for axis in axes:

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.errors import ShardGraphError
-from shardgraph.ir.attributes import MEMORY_KIND, REDUCES, SUBJECT
+from shardgraph.ir.attributes import AVERAGES, MEMORY_KIND, REDUCES, SUBJECT
 from shardgraph.passes.base import Context, Graphs, GraphsPass
 from shardgraph.passes.builder import Builder
 
@@ -43,13 +43,22 @@ class Shadow(GraphsPass):
 
 def _without_batch(gm: fx.GraphModule, context: Context) -> fx.GraphModule:
     inputs = ir.placeholders(gm)
-    buffers = {f"buffer {role.fqn}": node for role, node in inputs.items() if isinstance(role, ir.Buffer)}
+    buffers = {role.fqn: node for role, node in inputs.items() if isinstance(role, ir.Buffer)}
     for start in list(ir.collectives(gm)):
         if MEMORY_KIND.get(start) != "gathered" and not _follows_another(start):
-            start.replace_input_with(start.args[0], buffers.get(SUBJECT.get(start)) or _zeros(start, context))
+            present = [buffers[fqn] for fqn in AVERAGES.get(start, ())]
+            start.replace_input_with(start.args[0], _together(start, present, context) or _zeros(start, context))
     ir.set_outputs(gm, [(role, value) for role, value in ir.outputs(gm) if _is_common(role, value)])
     _drop_unused(gm)
     return gm
+
+
+def _together(start: fx.Node, buffers: list[fx.Node], context: Context) -> fx.Node | None:
+    """Buffers as a collective takes them: one as it is, several in one; None if there are none."""
+    if len(buffers) < 2:
+        return buffers[0] if buffers else None
+    build = Builder(start.graph, context.values, {}, after=start.prev)
+    return build.call(ir.buckets.pack, buffers, 1)
 
 
 def _follows_another(start: fx.Node) -> bool:

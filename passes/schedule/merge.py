@@ -12,7 +12,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir import buckets
-from shardgraph.ir.attributes import MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJECT, VALUE, Attribute
+from shardgraph.ir.attributes import AVERAGES, MADE_BY, MEMORY_KIND, REDUCES, SOURCE, SUBJECT, VALUE, Attribute
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.schedule.members import bucket_of
@@ -27,8 +27,8 @@ _ELEMENTWISE = frozenset({aten.div.Tensor, aten._to_copy.default})
 @dataclass(frozen=True)
 class MergeCollectives(GraphsPass):
     """Takes forward and backward graphs; in each, merges the all-gathers of the parameters of a bucket
-    (:mod:`shardgraph.passes.schedule.members`), and the reductions of their gradients, that are over the same ranks and
-    in the same dtype.
+    (:mod:`shardgraph.passes.schedule.members`), the reductions of their gradients, and the averages of buffers, that
+    are over the same ranks and in the same dtype.
 
     A merged gather is where the first of its gathers was, a merged reduction where the last of its was. Reductions that
     follow another one (hybrid sharding), divisions and casts are done to the buffer if they are equal for all of it.
@@ -45,8 +45,6 @@ class MergeCollectives(GraphsPass):
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
         bucket = bucket_of(context)
-        if not bucket:
-            return
         backward = [graphs[name] for name in of_kind(graphs, "backward")]
         again = {SUBJECT.of(start) for gm in backward for start in ir.collectives(gm) if _is_gather(start)}
         places = {fqn: (number, fqn not in again, i) for i, (fqn, number) in enumerate(bucket.items())}
@@ -55,6 +53,29 @@ class MergeCollectives(GraphsPass):
                 _gather_together(gm, context, members)
             for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, places):
                 _reduce_together(gm, context, members)
+            for members in _averages(gm, context.plan.bucket):
+                _reduce_together(gm, context, members)
+
+
+def _averages(gm: fx.GraphModule, most: int) -> Iterator[list[fx.Node]]:
+    """Averages of buffers that can be merged, of at most so many bytes together."""
+    filled: dict[Any, list[fx.Node]] = {}
+    for start in ir.collectives(gm):
+        if start in AVERAGES and all(ir.is_wait(node) or node.target in _ELEMENTWISE for node in _after(start)):
+            operand = start.args[0].meta["val"]
+            filled.setdefault((start.args[1:], operand.dtype, operand.device), []).append(start)
+    for alike in filled.values():
+        members, nbytes = list[fx.Node](), 0
+        for start in alike:
+            size = start.args[0].meta["val"].nbytes
+            if members and nbytes + size > most:
+                if len(members) > 1:
+                    yield members
+                members, nbytes = [], 0
+            members.append(start)
+            nbytes += size
+        if len(members) > 1:
+            yield members
 
 
 def _is_gather(start: fx.Node) -> bool:
@@ -103,11 +124,11 @@ def _gather_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.
 def _reduce_together(gm: fx.GraphModule, context: Context, members: Sequence[fx.Node]) -> None:
     last, done = max(members), set[fx.Node]()
     after = sorted({node for member in members for node in _after(member)})
-    labels = {
-        SUBJECT: _subjects(members),
-        SOURCE: SOURCE.get(last, ""),
-        REDUCES: ", ".join(REDUCES.of(member) for member in members),
-    }
+    labels: dict[Attribute[Any], Any] = {SUBJECT: _subjects(members), SOURCE: SOURCE.get(last, "")}
+    if last in REDUCES:
+        labels[REDUCES] = ", ".join(REDUCES.of(member) for member in members)
+    else:
+        labels[AVERAGES] = tuple(fqn for member in members for fqn in AVERAGES.of(member))
     build = Builder(gm.graph, context.values, labels, after=last)
     parts = context.values.ranks(ir.group_of(last)) if last.target is ir.REDUCE_SCATTER else 1
     buffer = build.call(buckets.pack, [member.args[0] for member in members], parts)

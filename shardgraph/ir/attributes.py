@@ -133,6 +133,7 @@ MEMORY_KIND = Attribute[str](
     "memory_kind", str, "what its memory counts as: 'gathered' for parameters, 'saved' for backward", _COMPUTED
 )
 REDUCES = Attribute[str]("reduces", str, "the parameter whose gradient it reduces", _COPIED)
+AVERAGES = Attribute[tuple[str, ...]]("averages", tuple, "the buffers whose values on all ranks it combines", _COPIED)
 ON_HOST = Attribute[bool]("on_host", bool, "whether an input is in host memory", _COPIED)
 ON_DISK = Attribute[bool]("on_disk", bool, "whether host memory of an input is a mapped file", _COPIED)
 IN_PLACE = Attribute[bool]("in_place", bool, "whether it may give its result in the memory of its operand", _COPIED)

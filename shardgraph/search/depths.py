@@ -22,6 +22,7 @@ from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.repeat import repeat
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.ir.attributes import (
+    AVERAGES,
     CAST_OF,
     EQUALS,
     GIVEN_BY,
@@ -131,7 +132,7 @@ def _is_repeated(joint: JointGraph) -> bool:
     return joint.guards is None
 
 
-_NAMES = (EQUALS, PART_OF, SHARD_OF, GIVEN_BY, MEAN_OF, CAST_OF, REDUCES)
+_NAMES = (EQUALS, PART_OF, SHARD_OF, GIVEN_BY, MEAN_OF, CAST_OF, REDUCES, AVERAGES)
 """Attributes that name nodes or parameters, which comparisons of values need, and prices do not."""
 
 
