@@ -46,17 +46,19 @@ def _without_batch(gm: fx.GraphModule, context: Context) -> fx.GraphModule:
     buffers = {role.fqn: node for role, node in inputs.items() if isinstance(role, ir.Buffer)}
     for start in list(ir.collectives(gm)):
         if MEMORY_KIND.get(start) != "gathered" and not _follows_another(start):
-            present = [buffers[fqn] for fqn in AVERAGES.get(start, ())]
-            start.replace_input_with(start.args[0], _together(start, present, context) or _zeros(start, context))
+            present = [buffers.get(fqn) for fqn in AVERAGES.get(start, ())]  # None: it is written and not read
+            known = [node for node in present if node is not None]
+            given = _together(start, known, context) if known and len(known) == len(present) else None
+            start.replace_input_with(start.args[0], given or _zeros(start, context))
     ir.set_outputs(gm, [(role, value) for role, value in ir.outputs(gm) if _is_common(role, value)])
     _drop_unused(gm)
     return gm
 
 
-def _together(start: fx.Node, buffers: list[fx.Node], context: Context) -> fx.Node | None:
-    """Buffers as a collective takes them: one as it is, several in one; None if there are none."""
-    if len(buffers) < 2:
-        return buffers[0] if buffers else None
+def _together(start: fx.Node, buffers: list[fx.Node], context: Context) -> fx.Node:
+    """Buffers as a collective takes them: one as it is, several in one."""
+    if len(buffers) == 1:
+        return buffers[0]
     build = Builder(start.graph, context.values, {}, after=start.prev)
     return build.call(ir.buckets.pack, buffers, 1)
 
