@@ -46,10 +46,11 @@ def _without_batch(gm: fx.GraphModule, context: Context) -> fx.GraphModule:
     buffers = {role.fqn: node for role, node in inputs.items() if isinstance(role, ir.Buffer)}
     for start in list(ir.collectives(gm)):
         if MEMORY_KIND.get(start) != "gathered" and not _follows_another(start):
-            present = [buffers.get(fqn) for fqn in AVERAGES.get(start, ())]  # None: it is written and not read
-            known = [node for node in present if node is not None]
-            given = _together(start, known, context) if known and len(known) == len(present) else None
-            start.replace_input_with(start.args[0], given or _zeros(start, context))
+            averaged = AVERAGES.get(start, ())
+            present = [buffers[fqn] for fqn in averaged if fqn in buffers]  # one that is not is written and never read
+            known = averaged and len(present) == len(averaged)
+            given = _together(start, present, context) if known else _zeros(start, context)
+            start.replace_input_with(start.args[0], given)
     ir.set_outputs(gm, [(role, value) for role, value in ir.outputs(gm) if _is_common(role, value)])
     _drop_unused(gm)
     return gm

@@ -44,6 +44,8 @@ class MergeCollectives(GraphsPass):
     excludes = frozenset({"merged-collectives", "scheduled"})
 
     def run_on(self, graphs: Graphs, context: Context) -> None:
+        if not context.plan.bucket:
+            return
         bucket = bucket_of(context)
         backward = [graphs[name] for name in of_kind(graphs, "backward")]
         again = {SUBJECT.of(start) for gm in backward for start in ir.collectives(gm) if _is_gather(start)}
@@ -65,17 +67,19 @@ def _averages(gm: fx.GraphModule, most: int) -> Iterator[list[fx.Node]]:
             operand = start.args[0].meta["val"]
             filled.setdefault((start.args[1:], operand.dtype, operand.device), []).append(start)
     for alike in filled.values():
-        members, nbytes = list[fx.Node](), 0
-        for start in alike:
-            size = start.args[0].meta["val"].nbytes
-            if members and nbytes + size > most:
-                if len(members) > 1:
-                    yield members
-                members, nbytes = [], 0
-            members.append(start)
-            nbytes += size
-        if len(members) > 1:
-            yield members
+        together, nbytes = [alike[:1]], _nbytes(alike[0])
+        for start in alike[1:]:
+            nbytes += _nbytes(start)
+            if nbytes > most:
+                together.append([])
+                nbytes = _nbytes(start)
+            together[-1].append(start)
+        yield from (members for members in together if len(members) > 1)
+
+
+def _nbytes(start: fx.Node) -> int:
+    nbytes: int = start.args[0].meta["val"].nbytes
+    return nbytes
 
 
 def _is_gather(start: fx.Node) -> bool:

@@ -6,11 +6,12 @@ Fake tensors and kernels disagree on the strides of elementwise results of opera
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 
 import torch
 from torch import fx
+
+from shardgraph.ir.operations import is_view
 
 
 def uncertain(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
@@ -19,7 +20,7 @@ def uncertain(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     while pending:
         last = pending[-1]
         operands = [each for each in last.all_input_nodes if each.meta.get("val") is not None]
-        depends = _views(last) or torch.Tag.pointwise in getattr(last.target, "tags", ())
+        depends = is_view(last) or torch.Tag.pointwise in getattr(last.target, "tags", ())
         missing = [each for each in operands if each not in known] if depends else []
         if missing:
             pending += missing
@@ -30,13 +31,9 @@ def uncertain(node: fx.Node, known: dict[fx.Node, bool]) -> bool:
     return known[node]
 
 
-def _views(node: fx.Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
-
-
 def _mixed(node: fx.Node, operands: list[fx.Node]) -> bool:
     """Whether an elementwise operation has operands of one shape that are laid out differently."""
-    if _views(node):
+    if is_view(node):
         return False
     values = [each.meta["val"] for each in operands if isinstance(each.meta["val"], torch.Tensor)]
     strides: dict[torch.Size, set[tuple[int, ...]]] = defaultdict(set)

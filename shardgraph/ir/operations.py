@@ -7,7 +7,10 @@ plan made on a laptop then applies to the graph of a GPU.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
+
+from torch import fx
 
 _KERNELS = {  # those of a backward have the suffix _backward
     "attention": (
@@ -40,3 +43,8 @@ def canonical(name: str) -> str:
 def operation_name(target: Any) -> str:
     """The name of the operation that a node calls, without overload, such as ``"mm"`` or ``"attention"``."""
     return canonical(str(getattr(target, "__name__", target)).split(".")[0].strip("_"))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node sees a value in another shape, or takes one of several."""
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)

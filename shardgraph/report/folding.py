@@ -107,16 +107,16 @@ def unlike(model: nn.Module, stack: Stack) -> str:
             for name, value in vars(module).items():
                 if type(value) in (bool, int, float, str, type(None)) and not name.startswith("_"):
                     values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
-    differing = {name: found for name, found in values.items() if len(set(map(_effect, found))) > 1}
     told = []
-    for name, found in differing.items():
-        counts = all(type(value) is int and value - i == found[0] for i, value in enumerate(found))
+    for name, found in values.items():
         others = [i for i, value in enumerate(found, 1) if _effect(value) != _effect(found[0])]
-        if not counts and len(found) == len(layers):
-            shown = ", ".join(map(str, others[:3])) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            told.append(f"{name} of layers {shown}")
-        elif not counts:
+        if not others or all(type(value) is int and value - i == found[0] for i, value in enumerate(found)):
+            continue
+        if len(found) < len(layers):
             told.append(f"{name}, which some layers lack")
+        else:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            told.append(f"{name} of layers {', '.join(map(str, others[:3]))}{more}")
     return "; ".join(told)
 
 

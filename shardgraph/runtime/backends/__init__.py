@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from shardgraph.errors import ShardGraphError
 from shardgraph.runtime.backends import eager, inductor
-
-Run = Callable[[list[Any]], Sequence[Any]]
-"""Runs a graph on a list of inputs, which it empties, so that each is freed at its last use."""
+from shardgraph.runtime.backends.regions import Run
 
 Backend = Callable[[fx.GraphModule], Run]
 """Makes what runs a graph that is bound to this rank; called when the graph is first needed."""

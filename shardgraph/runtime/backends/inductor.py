@@ -7,7 +7,7 @@ eager mode, so that dropout is the original's. A region that it cannot compile r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardgraph.runtime.backends.regions import Region, Run, call_regions
 from shardgraph.runtime.watch import flight
 
 
-def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+def backend(gm: fx.GraphModule) -> Run:
     """The graph as Python that calls kernels of its regions; equal ones share them."""
     eager.suit(gm)
     with flight.noting(gm):

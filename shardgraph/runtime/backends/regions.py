@@ -17,6 +17,7 @@ from torch import fx
 
 from shardgraph import ir, torch_api
 from shardgraph.ir.attributes import IN_PLACE
+from shardgraph.ir.operations import is_view
 from shardgraph.passes.analysis.names import layer_of, module_of
 from shardgraph.passes.analysis.overwrites import WRITES
 from shardgraph.runtime.backends.gloo import add_parts
@@ -53,7 +54,7 @@ class Region:
     @property
     def is_worth_it(self) -> bool:
         """Whether compiling it changes anything."""
-        return sum(not _is_view(node) for node in self.nodes) >= _LEAST
+        return sum(not is_view(node) for node in self.nodes) >= _LEAST
 
     def text(self) -> tuple[Any, ...]:
         """Equal for regions that compute the same of inputs that are alike."""
@@ -77,6 +78,7 @@ class _Place:
 
 
 Run = Callable[[list[Any]], Sequence[Any]]
+"""Runs a graph on a list of inputs, which it empties, so that each is freed at its last use."""
 
 
 def call_regions(gm: fx.GraphModule, compiled: Callable[[Region], Run]) -> fx.GraphModule:
@@ -159,19 +161,15 @@ def regions_of(gm: fx.GraphModule) -> list[fx.Node | Region]:
 def _is_alone(value: Any) -> bool:
     """Whether nothing else is in the memory of a value if it is in that of no other by its graph: a compiler may place
     what is joined to others where they are joined."""
-    while _is_view(value):
+    while is_view(value):
         value = value.args[0]
     joins = value.target in (ir.buckets.pack, aten.cat.default, aten.stack.default)
     return not joins or all(len(each.users) == 1 for each in value.args[0])
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
-
-
 def _is_taken(node: fx.Node) -> bool:
     """Whether an operation takes a tensor out of another, or sees it in another shape."""
-    return _is_view(node) or node.target in (ir.buckets.unpack, ir.buckets.unpack_parts)
+    return is_view(node) or node.target in (ir.buckets.unpack, ir.buckets.unpack_parts)
 
 
 def _is_computation(node: fx.Node) -> bool:
@@ -179,7 +177,7 @@ def _is_computation(node: fx.Node) -> bool:
     target, values = node.target, [each.meta.get("val") for each in node.all_input_nodes]
     if node.op != "call_function" or not all(isinstance(each, torch.Tensor) for each in values):
         return False
-    if not isinstance(node.meta.get("val"), torch.Tensor) and not all(map(_is_view, node.users)):
+    if not isinstance(node.meta.get("val"), torch.Tensor) and not all(map(is_view, node.users)):
         return False
     if target in _TRACED or (values and ir.fused.is_kernel(target, values[0].device.type)):
         return True

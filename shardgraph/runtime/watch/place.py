@@ -235,9 +235,7 @@ def _of_thread(thread: int, frame: FrameType) -> Place:
 def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
     """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
     file, number = frame.f_code.co_filename, frame.f_lineno
-    if (module := _graphs.get(file)) is None:
-        return None
-    if not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
+    if (module := _graphs.get(file)) is None or not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
         return None
     node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
     if node is not None and node.target is ir.WAIT:
