@@ -10,7 +10,7 @@ from tests.standing import on_ranks
 PLANS = {"fsdp": None, "ddp": None, "tp": None, "fsdp+tp": {"dp": 2, "tp": 2}}
 
 
-@pytest.mark.quick("gpt2-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", adapters.TARGETS)
 def test_a_model_with_adapters_trains_generates_and_is_saved_as_the_original(name, plan, tmp_path):

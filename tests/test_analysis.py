@@ -168,7 +168,7 @@ def test_an_unknown_optimizer_is_refused_with_the_known_ones():
         shardgraph.analyze(llama(1), example_kwargs=text(), mesh={"dp": 2}, cluster=toy_cluster(), optimizer="adamx")
 
 
-@pytest.mark.quick("pp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "mesh", "precision"), [("fsdp", {"dp": 2}, None), ("fsdp", {"dp": 2}, "bf16"), ("pp", {"pp": 2}, "bf16")]
 )

@@ -314,7 +314,7 @@ def test_recomputation_lowers_the_predicted_peak_and_saving_inside_of_it_raises_
     assert nothing < 0.6 * everything and nothing < some < everything
 
 
-@pytest.mark.quick("fsdp+tp+sp-mesh2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "mesh"), [("fsdp", {"dp": 2}), ("tp", TP), ("fsdp+tp+sp", BOTH)])
 def test_recomputed_layers_with_dropout_equal_the_unsharded_model(plan, mesh):
     model, (args, _) = make("tied-transformer", 4)

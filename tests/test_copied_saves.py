@@ -172,6 +172,7 @@ def killed_at(base: Path, step: int, last: int, all_of_them: bool) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("case", "points"),

@@ -73,7 +73,7 @@ def test_new_ranks_join_a_job_after_its_next_checkpoint(tmp_path):
     assert all(loss == pytest.approx(expected[step], rel=1e-4) for step, _, loss in done)
 
 
-@pytest.mark.quick("3-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "plans"), [(3, {3: "ddp", 2: "ddp"}), (4, {4: "hsdp", 3: "zero1"})])
 def test_one_step_is_done_again_where_each_is_saved_in_memory(tmp_path, ranks, plans):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:

@@ -162,7 +162,7 @@ class Routed(nn.Module):
         return x.square().mean() + 0.01 * balance
 
 
-@pytest.mark.quick("pp+ep")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pp", *STAGES])
 def test_tokens_of_microbatches_are_routed_as_those_of_the_whole_batch(plan):
     torch.manual_seed(0)
@@ -344,6 +344,7 @@ def test_mixtral_trains_as_unsharded_with_the_width_of_experts_divided(implement
     assert placed["model.layers.0.mlp.experts.down_proj"] == "split(2)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mixtral_trains_as_unsharded_with_whole_experts_divided_along_an_axis_of_operators(degree):
     torch.manual_seed(0)

@@ -53,6 +53,7 @@ def test_a_stopped_rank_is_told_to_the_others_by_name_and_by_what_it_was_doing()
     assert len(outcome.output.splitlines()) <= 10
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_pythons_lock_is_waited_for() -> None:
     outcome = run(HOLDS_THE_LOCK)
     assert outcome.finished == 2, outcome.output

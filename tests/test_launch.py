@@ -139,7 +139,7 @@ def ran(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "script.py"], env=environment, cwd=folder, capture_output=True, text=True)
 
 
-@pytest.mark.quick("ValueError*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cause", "fault"),
     [

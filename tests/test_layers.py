@@ -21,7 +21,7 @@ EXACT = 1e-11  # double precision; what is left is the order of sums
 # -- recurrent layers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("gru-tp", "rnn with relu-fsdp+tp")
+@pytest.mark.quick("rnn with relu-fsdp+tp")
 @pytest.mark.parametrize("plan", ["ddp", "zero2", "fsdp", "tp", "fsdp+tp", "pp"])
 @pytest.mark.parametrize("name", [*recurrent.KINDS, "positions first"])
 def test_recurrent_layers_train_as_the_original(name, plan):

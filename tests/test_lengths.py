@@ -157,7 +157,7 @@ def test_a_policy_that_says_nothing_is_refused(wrong):
         Lengths(**{"fill": {"x": 0}, **wrong})
 
 
-@pytest.mark.quick("gpt2-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "tolerance"), [(padded.bert, EXACT), (padded.gpt2, 1e-6)])  # with a float32 loss
 def test_batches_of_twenty_lengths_train_as_without_padding_by_two_programs(model, tolerance, monkeypatch):
     lengths = random.Random(0).sample(range(4, 33), 20)
@@ -286,7 +286,7 @@ def test_a_copy_pads_as_well():
     assert sharded(x(2, 5, 4)).shape == (2, 5, 4) and sharded.program.joint.rows == 2
 
 
-@pytest.mark.quick("fsdp-ranks", "ddp-tokens")
+@pytest.mark.quick("ddp-tokens")
 @pytest.mark.parametrize(("plan", "weight"), [("fsdp", "ranks"), ("ddp", "tokens"), ("tp", "ranks"), ("pp", "ranks")])
 def test_ranks_pad_the_lengths_of_their_own_batches(plan, weight):
     pipeline = Pipeline(microbatches=2, stages=("layers.2",)) if plan == "pp" else None

@@ -124,6 +124,7 @@ def test_a_checkpoint_of_rows_and_columns_with_replicas_loads_under_other_plans(
     assert on_ranks(ranks.load_sharded, 2, args=("tied-transformer", "fsdp", {"dp": 2}, str(tmp_path))) == [[]] * 2
 
 
+@pytest.mark.quick("named-2", "of a group-2")
 @pytest.mark.parametrize(("kind", "world"), [("named", 2), ("of a group", 2), ("of two groups", 4)])
 def test_a_mesh_of_the_user_is_trained_on(kind, world):
     assert max(on_ranks(like_torch.on_a_mesh_of_the_user, world, args=(kind,))) < EXACT

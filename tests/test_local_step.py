@@ -10,7 +10,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "zero1", "ddp"])
 def test_every_optimizer_that_computes_by_element_gives_the_weights_of_the_unsharded_one(plan):
     for errors in on_ranks(local_steps.errors_by_optimizer, 2, args=(plan,)):

@@ -9,7 +9,7 @@ from tests.standing import on_ranks
 from tests.zoo import ZOO
 
 
-@pytest.mark.quick("every plan of data", "mixed precision")
+@pytest.mark.quick("every plan of data")
 @pytest.mark.parametrize(
     ("kinds", "plans"),
     [

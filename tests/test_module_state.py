@@ -20,7 +20,7 @@ RANKS = {"fsdp+tp": 4}
 # -- copies ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("fsdp", "tp")
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero2", "tp", "fsdp+tp"])
 def test_a_copy_has_values_of_its_own_and_trains_also_with_a_copy_of_the_optimizer(plan):
     for copied, trained, alike, with_optimizer in on_ranks(module_state.copied, RANKS.get(plan, 2), args=(plan,)):

@@ -59,6 +59,7 @@ def test_shards_of_unequal_sizes_give_the_weights_of_plain_torch():
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.quick("tp-2")
 @pytest.mark.parametrize(("plan", "ranks"), [("fsdp", 3), ("tp", 2)])
 def test_numbers_that_a_step_reads_of_shards_are_those_of_whole_tensors(plan, ranks):
     assert max(on_ranks(own_optimizers.of_numbers, ranks, args=(plan,))) < 1e-12

@@ -111,7 +111,7 @@ def test_a_loss_of_the_outputs_trains_like_the_unsharded_model():
     assert max(errors("tied-transformer", "pp", {"pp": 2}, several, called=True)) < 1e-6
 
 
-@pytest.mark.quick("pp+tp-*-conv-batch-norm")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied-transformer", "gpt2", "t5", "conv-batch-norm"])
 @pytest.mark.parametrize(("plan", "mesh"), [("pp+fsdp", {"pp": 2, "dp": 2}), ("pp+tp", {"pp": 2, "tp": 2})])
 def test_a_loss_of_the_outputs_trains_beside_every_other_axis(name, plan, mesh):

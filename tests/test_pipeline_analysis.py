@@ -29,6 +29,7 @@ def test_stages_are_of_equal_length_where_no_one_says_where_to_cut():
     assert max(seconds) < 1.25 * min(seconds)
 
 
+@pytest.mark.slow
 def test_more_microbatches_make_smaller_bubbles_and_gpipe_holds_them_all():
     half = ("transformer.h.1",)
     few, many = (analysis(2, 2, Pipeline(count, stages=half)) for count in (2, 8))

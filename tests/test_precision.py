@@ -280,6 +280,7 @@ def test_divided_operators_and_experts_train_as_the_original(plan, mesh, name):
     assert report.ok and report.tolerance == 1e-4, report
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_training_is_that_of_fsdp2_to_the_bit():
     policies = [(BF16, FP32), (torch.float16, BF16)]

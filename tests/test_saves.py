@@ -188,6 +188,7 @@ def test_the_state_of_any_optimizer_goes_on(name, tmp_path):
         assert saves.continued(str(tmp_path), "single", None, options) == pytest.approx(losses, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_history_of_lbfgs_goes_on(tmp_path):
     expected = on_ranks(saves.with_lbfgs, 2, args=(str(tmp_path), False))
     assert on_ranks(saves.with_lbfgs, 2, args=(str(tmp_path), True)) == expected

@@ -41,6 +41,7 @@ def seconds(plan: str = "fsdp", **options: Any) -> float:
     return analysis(plan, **options).time.total
 
 
+@pytest.mark.slow
 def test_a_step_of_fsdp_hardly_grows_from_128_to_2048_ranks() -> None:
     """Published runs of a model with 70 billion parameters grow by 2%."""
     few, many = (seconds(mesh={"dp": ranks}, rows=8) for ranks in (128, 2048))

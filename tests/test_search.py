@@ -79,7 +79,7 @@ def test_no_preset_that_fits_is_faster(name, devices):
         assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
 
 
-@pytest.mark.quick("2-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "devices"), [(2, 2), (12, 8)])
 def test_estimates_of_larger_batches_than_the_example_know_what_does_not_grow_with_them(layers, devices):
     """Most of the time of a small batch is that of starting operations."""
@@ -300,6 +300,7 @@ def test_the_loss_of_a_deep_model_is_in_chunks_where_nothing_else_fits():
     assert "loss in chunks" in plan.explain()
 
 
+@pytest.mark.slow
 def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
     model, (args, kwargs) = make("tied-transformer", 1)
     plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(2, 4), global_batch=1)

@@ -95,6 +95,7 @@ def code_of(page: str) -> str:
     return code
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_on_emitting_trains_by_its_command_where_torch_alone_is(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(code_of("emit.md"))
     subprocess.run([sys.executable, "model.py"], cwd=tmp_path, check=True, capture_output=True, timeout=240)

@@ -65,7 +65,7 @@ def test_stages_that_are_computed_again_do_too(name):
     verified(name, "pp", {"pp": 2}, Pipeline(4, checkpoint="except_last")).raise_if_failed()
 
 
-@pytest.mark.quick("pp+fsdp+tp-*", "pp+zero1-*")
+@pytest.mark.quick("pp+zero1-*")
 @pytest.mark.parametrize(
     ("plan", "mesh"),
     [

@@ -29,6 +29,7 @@ LAUNCHED = Case(0, "stall", "forward", 1, victim=1, ranks=2, plan="fsdp", way="l
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "told"),
     [

@@ -59,6 +59,7 @@ def test_the_model_it_saves_is_the_one_it_trained(tmp_path: Path):
     assert kind == "GPT2LMHeadModel"
 
 
+@pytest.mark.slow
 def test_it_evaluates_before_it_trains_and_predicts_after(tmp_path: Path):
     expected = on_ranks(trained.evaluates_first, args=("theirs", str(tmp_path)))
     found = on_ranks(trained.evaluates_first, args=("fsdp", str(tmp_path)))

@@ -67,7 +67,7 @@ def test_ranks_that_use_other_parameters_of_one_shape_are_told_so(plan):
         assert seconds < AT_ONCE
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_ranks_that_share_batches_are_told_at_once_of_another_size(known):
     for told, seconds in shardgraph.launch(uneven.unlike_batches_that_are_shared, 2, args=(known,), timeout=90):

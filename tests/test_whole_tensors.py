@@ -11,7 +11,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
-@pytest.mark.quick("ddp-2", "fsdp-3")
+@pytest.mark.quick("fsdp-2")
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("fsdp+tp", 4)],

@@ -55,8 +55,23 @@ class CheckValues:
 
 def _call(node: fx.Node) -> list[Any]:
     """What determines the value of a node."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda leaf: leaf is None)
-    return [node.target, *(VALUE.get(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)]
+    call = [node.target]
+    _add_leaves(node.args, call)
+    _add_leaves(node.kwargs, call)
+    return call
+
+
+def _add_leaves(arg: Any, call: list[Any]) -> None:
+    """Without pytree, which would take most of the time of these checks: there are millions of arguments."""
+    if isinstance(arg, fx.Node):
+        call.append(VALUE.get(arg))
+    elif isinstance(arg, (tuple, list)):
+        for each in arg:
+            _add_leaves(each, call)
+    elif isinstance(arg, dict):
+        _add_leaves([*arg, *arg.values()], call)
+    else:
+        call.append(arg)
 
 
 def _same(known: list[Any] | None, call: list[Any]) -> bool:
