@@ -218,6 +218,8 @@ FROM_NUMPY = "; torch.from_numpy(array) makes a tensor of a numpy array"
 def _inputs_hint(value: Any) -> str:
     if isinstance(value, np.ndarray) or _array_in(value):
         return FROM_NUMPY
+    if isinstance(value, str):
+        return f"; a plan is named as plan={value!r}"
     return "; inputs by name are example_kwargs" if isinstance(value, Mapping) else ""
 
 

@@ -55,6 +55,8 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
     ("mesh", lambda: S.compile(linear(), mesh={1: 1})),
     ("pipeline", lambda: S.compile(linear(), "pp", pipeline="1f1b")),
     ("plan", lambda: S.compile(linear(), 3)),
+    ("example_inputs=", lambda: S.compile(linear(), (X,))),
+    ("plan='fsdp'", lambda: S.analyze(linear(), "fsdp", cluster="H100")),
     ("fsdpp", lambda: S.compile(linear(), "fsdpp")),
     ("loss_fn", lambda: S.compile(linear(), "single", loss_fn=3)),
     ("timeout", lambda: S.compile(linear(), "single", timeout=-1)),

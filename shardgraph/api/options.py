@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgraph import arguments
@@ -15,7 +18,12 @@ from shardgraph.plans.precision import Precision
 from shardgraph.runtime.loss_weight import LOSS_WEIGHTS
 from shardgraph.runtime.sample_rows import RANDOM
 
-PLAN = arguments.of_plan(arguments.instance("the name of a plan, such as 'fsdp', a Plan", Plan) | PATH)
+
+def _plan_hint(value: Any) -> str:
+    return "; inputs of one call are example_inputs=(x,)" if isinstance(value, (torch.Tensor, tuple, list)) else ""
+
+
+PLAN = arguments.of_plan(arguments.instance("the name of a plan, such as 'fsdp', a Plan", Plan, hint=_plan_hint) | PATH)
 RUN_MESH = MESH | arguments.instance("a DeviceMesh", DeviceMesh)
 
 OPTIONS = {
