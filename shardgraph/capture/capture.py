@@ -24,6 +24,7 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
 from shardgraph.capture.few_layers import from_few_layers
+from shardgraph.capture.first_calls import name_tensors
 from shardgraph.capture.lookups import check_lookups
 from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.matrix_checks import check_matrices
@@ -120,6 +121,7 @@ def capture(
     check_inputs(pytree.tree_leaves((args, kwargs)))
     check_arguments(model, args, {k: v for k, v in kwargs.items() if loss_fn is None or k != "target"})
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
+    name_tensors()
     with rewritten(model):
         few = from_few_layers(model, lambda few: _traced(few, asked), lambda few, stacks: _recorded(few, stacks, asked))
         joint = few or _traced(model, asked)[0]

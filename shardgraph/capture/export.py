@@ -21,6 +21,7 @@ from shardgraph.capture.answered import Answered
 from shardgraph.capture.canonical import FusedOperators
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.double import as_traced
+from shardgraph.capture.first_calls import hook_outputs
 from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.record import UnequalLayersError
@@ -275,12 +276,7 @@ def _trace(traced: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mod
     except torch_api.DynamoError as error:
         if "maybe_install_capturing_hooks" not in str(error):
             raise
-    # transformers hooks its modules for router logits and the like in the first call that wants them, under a lock.
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    for module in model.modules():
-        if hasattr(module, "_can_record_outputs"):
-            maybe_install_capturing_hooks(module)
+    hook_outputs(model)
     return torch_api.trace(traced, args, kwargs)
 
 
