@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
+from shardgraph.ir import buckets
 from shardgraph.ir.fake_values import Propagation, layout_of
 from shardgraph.torch_api import FakeTensorMode
 
@@ -58,3 +60,30 @@ def test_operands_that_share_memory_are_not_like_those_that_do_not(values):
     apart = values.value(aten.add_.Tensor, (one, other), {})
     together = values.value(aten.add_.Tensor, (other, other), {})
     assert memory(apart) == memory(one.meta["val"]) and memory(together) == memory(other.meta["val"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("arrange", "operands", "options"),
+    [
+        (buckets.pack, [(4, 3), (2,)], 1),
+        (buckets.pack, [(4, 3), (2,)], 2),
+        (buckets.unpack, (14,), [(4, 3), (2,)]),
+        (buckets.unpack_parts, (14,), ([(4, 3), (2,)], 2)),
+        (buckets.unpack_parts, (14,), ([(4, 3), (2,)], 1)),  # views: one part is in place
+    ],
+)
+def test_what_is_arranged_lies_as_the_operation_itself_lays_it(values, arrange, operands, options, device):
+    with values.fake_mode:
+        several = isinstance(operands, list)
+        tensors = [torch.empty(shape, device=device) for shape in (operands if several else [operands])]
+        args = (tensors if several else tensors[0], *(options if isinstance(options, tuple) else (options,)))
+        expected = tree_leaves(arrange(*args))
+    made = tree_leaves(values.value(arrange, args, {}))
+    assert layout_of(made) == layout_of(expected) and {each.fake_mode for each in made} == {values.fake_mode}
+    assert [memory(each) == memory(tensors[0]) for each in made] == [
+        memory(each) == memory(tensors[0]) for each in expected
+    ]
+    assert [each.storage_offset() for each in made] == [each.storage_offset() for each in expected]
+    with values.fake_mode:
+        assert (made[0] + 1).device == torch.device(device)

@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from shardgraph.ir.collectives import ALL_GATHER
+from shardgraph.ir.fake_values import arranges
 from shardgraph.ir.rank_operations import pad_shard
 
 
+@arranges
 def pack(tensors: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
     """A flat buffer with the tensors one after the other.
 
@@ -23,12 +25,14 @@ def pack(tensors: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
     return torch.cat([tensor.reshape(parts, -1) for tensor in tensors], 1).flatten()
 
 
+@arranges
 def unpack(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The tensors of these shapes in a buffer that has them one after the other, as views."""
     pieces = buffer.split([math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+@arranges
 def unpack_parts(buffer: torch.Tensor, shapes: Sequence[Sequence[int]], parts: int) -> list[torch.Tensor]:
     """Copies of the tensors of these shapes in a buffer that has ``parts`` of them, part after part.
 

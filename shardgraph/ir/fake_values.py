@@ -38,6 +38,12 @@ def fake(target: Any) -> Callable[[R], R]:
     return register
 
 
+def arranges(operation: R) -> R:
+    """Decorate an operation that arranges its operands, so that its value follows from their layouts alone."""
+    fake(operation)(lambda ranks, *args: torch_api.by_layout(operation, *args))
+    return operation
+
+
 @dataclass(frozen=True)
 class Propagation:
     """Computes values of nodes in ``fake_mode``, on a rank of ``mesh``.

@@ -55,7 +55,7 @@ from shardgraph.torch_api.execution import (
     tracer_settings,
     will_accumulate,
 )
-from shardgraph.torch_api.fakes import Fakes, fake_like, is_plain_fake, meta_memory, outside_modes
+from shardgraph.torch_api.fakes import Fakes, by_layout, fake_like, is_plain_fake, meta_memory, outside_modes
 from shardgraph.torch_api.groups import (
     all_gather,
     group_along,

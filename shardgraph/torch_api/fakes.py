@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 
 class Fakes:
@@ -54,6 +55,34 @@ def fake_in(
 def fake_like(mode: FakeTensorMode, memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A fake tensor laid out as another one, in a storage of its own."""
     return fake_in(mode, memory, like.shape, like.stride(), like.dtype, like.device, int(like.storage_offset()))
+
+
+def by_layout(operation: Callable[..., Any], *args: Any) -> Any:
+    """The result of an operation that arranges its operands, on whatever device: computed on ``meta``, since the fake
+    mode takes a hundred times as long for each of the views and copies that it is made of.
+    """
+    leaves, spec = pytree.tree_flatten(args)
+    operands = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    places = {(each.fake_mode, each.device) for each in operands if is_plain_fake(each)}  # type: ignore[attr-defined]
+    if len(places) != 1 or not all(map(_has_numbers, operands)):
+        return operation(*args)
+    ((mode, device),) = places
+    with outside_modes():
+        result = operation(*pytree.tree_unflatten([_on_meta(leaf) for leaf in leaves], spec))
+        return pytree.tree_map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
+
+
+def _has_numbers(value: torch.Tensor) -> bool:
+    """Whether a value is a fake tensor whose layout has no symbols."""
+    layout = (*value.shape, *value.stride(), value.storage_offset())
+    return is_plain_fake(value) and not any(isinstance(number, torch.SymInt) for number in layout)
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    meta = torch.empty(0, dtype=leaf.dtype, device="meta")
+    return meta.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
 
 
 def is_plain_fake(value: Any) -> bool:
