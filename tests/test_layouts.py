@@ -56,3 +56,23 @@ def test_a_view_by_strides_of_a_contiguous_value_reads_its_elements():
     model = Strided(lambda h, s: torch.copysign(h, (h.mT * 2).mT).contiguous().as_strided((2, 24), (24, 1)).cumsum(1))
     sharded, x = shardgraph.compile(copy.deepcopy(model), "single", progress=False), torch.randn(2, 4, 6)
     torch.testing.assert_close(sharded(x), model(x))
+
+
+class Residual(nn.Module):
+    """A sum of positions last and first, as in the attention blocks of diffusion models, which is then normalised."""
+
+    def __init__(self, group_norm) -> None:
+        super().__init__()
+        self.group_norm, self.scale = group_norm, nn.Parameter(torch.rand(8))
+        self.project, self.conv = nn.Linear(8, 8), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended = self.project(x.flatten(2).mT).mT.view(x.shape)
+        return self.group_norm(attended + self.conv(x), 2, self.scale).square().mean()
+
+
+@pytest.mark.parametrize("group_norm", [F.group_norm, torch.group_norm])
+@pytest.mark.parametrize("samples", [1, 2])  # for each rank
+def test_group_norm_takes_sums_of_any_strides_also_of_one_sample(samples, group_norm):
+    report = shardgraph.verify(Residual(group_norm), (torch.randn(2 * samples, 8, 4, 4),), "fsdp", mesh={"dp": 2})
+    assert report.ok, str(report)

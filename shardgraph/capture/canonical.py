@@ -147,6 +147,15 @@ def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
     return copied
 
 
+def _of_plain_strides(group_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # The kernel of a CPU wants strides as of contiguous values or of channels last, also along dimensions of size 1,
+    # where those of a sum are other than traced. What is contiguous it takes in any case.
+    def called(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return group_norm(input.contiguous() if 1 in input.shape else input, *args, **kwargs)
+
+    return called
+
+
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """With the check of its classes in the operation that writes them, instead of one of its own without a result."""
     if num_classes <= 0:
@@ -179,6 +188,8 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
         F.multi_head_attention_forward, {"scaled_dot_product_attention": _attention}
     ),
     F.batch_norm: _batch_norm,
+    F.group_norm: _of_plain_strides(F.group_norm),
+    torch.group_norm: _of_plain_strides(torch.group_norm),
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
     F.one_hot: _one_hot,
