@@ -1,11 +1,14 @@
 """How good the automatic plan is as measured: beside every plan that a person would write by name, on gloo ranks.
 
     python benchmarks/search_quality.py --ranks 2 --rounds 3
+    python benchmarks/search_quality.py --ranks 2 --rounds 3 --tune 10
 
 Each job is a model with a batch; its plans are compiled on the same ranks of one thread each, and run in turns, round
 after round, so that what else the machine does falls on all alike. A plan's time is the median of its rounds, each of
 which is the median of some steps of the slowest rank, per sample. Memory limits of some jobs rule plans out, by
-prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch.
+prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch. With ``--tune`` there is
+also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds, for which it corrects what
+is known of this machine.
 """
 
 from __future__ import annotations
@@ -99,8 +102,10 @@ JOBS = {
 PLANS = ("ddp", "zero2", "fsdp", "tp", "tp+sp")
 
 
-def on_rank(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds per sample of each plan of each job, by its name; ``auto`` is the automatic one."""
+def on_rank(names: list[str], rounds: int, tune: float | None) -> dict[str, dict[str, float]]:
+    """Seconds per sample of each plan of each job, by its name; ``auto`` is the automatic one, ``tuned`` that which was
+    measured for ``tune`` seconds.
+    """
     torch.set_num_threads(1)
     world = dist.get_world_size()
     found: dict[str, dict[str, float]] = {}
@@ -114,9 +119,11 @@ def on_rank(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
             model, args, example_kwargs=kwargs, devices=world, memory=job.memory, progress=False
         )
         modules: dict[str, shardgraph.ShardedModule] = {}
-        for plan, given in (("auto", automatic), *((name, name) for name in PLANS)):
+        measured = {"tuned": "auto"} if tune else {}
+        for plan, given in {"auto": automatic, **dict(zip(PLANS, PLANS, strict=True)), **measured}.items():
+            seconds = tune if plan == "tuned" else None
             try:
-                modules[plan] = shardgraph.compile(copy.deepcopy(model), given, progress=False, **options)
+                modules[plan] = shardgraph.compile(copy.deepcopy(model), given, tune=seconds, progress=False, **options)
             except shardgraph.PlanError:
                 continue
         taken: dict[str, list[float]] = {plan: [] for plan in modules}
@@ -125,7 +132,7 @@ def on_rank(names: list[str], rounds: int) -> dict[str, dict[str, float]]:
             for plan in order[turn % len(order) :] + order[: turn % len(order)]:  # the first of a round is slower
                 module = modules[plan]
                 taken[plan].append(measured_step(module, (args, kwargs), SECONDS) / module.plan.data_size)
-        chosen = modules["auto"].plan.name
+        chosen = ", tuned ".join(modules[plan].plan.name for plan in ("auto", "tuned") if plan in modules)
         found[name] = {plan: statistics.median(values) for plan, values in taken.items()} | {f"is {chosen}": 0.0}
     return found
 
@@ -135,15 +142,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), help="names of jobs (default: all)")
+    parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     options = parser.parse_args()
     print(f"{options.ranks} gloo ranks of one thread; milliseconds per sample")
     for job in options.jobs:
-        (found, *_) = shardgraph.launch(on_rank, options.ranks, args=([job], options.rounds), timeout=600)
+        (found, *_) = shardgraph.launch(on_rank, options.ranks, args=([job], options.rounds, options.tune), timeout=600)
         times = {plan: value for plan, value in found[job].items() if value}
         chosen = next(plan for plan, value in found[job].items() if not value)
-        best = min((plan for plan in times if plan != "auto"), key=times.__getitem__)
+        best = min((plan for plan in times if plan in PLANS), key=times.__getitem__)
         cells = "  ".join(f"{plan} {1e3 * value:.2f}" for plan, value in times.items())
-        print(f"{job:<26}auto {chosen:<12}{times['auto'] / times[best]:>6.2f} of {best:<7} {cells}", flush=True)
+        shares = "  ".join(f"{times[plan] / times[best]:.2f}" for plan in ("auto", "tuned") if plan in times)
+        print(f"{job:<26}auto {chosen:<26}{shares} of {best:<7} {cells}", flush=True)
 
 
 if __name__ == "__main__":
