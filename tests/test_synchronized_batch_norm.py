@@ -125,15 +125,16 @@ def test_others_than_torchs_over_all_ranks_are_refused(layer, message):
         shardgraph.compile(nn.Sequential(layer), "single", progress=False)(torch.ones(2, 7))
 
 
-def test_in_a_pipeline_it_is_refused():
+@pytest.mark.parametrize(("plan", "mesh"), [("pp+ddp", {"pp": 2, "dp": 2}), ("pp", {"pp": 2})])
+def test_in_a_pipeline_it_is_refused(plan, mesh):
     x, target = torch.randn(8, 7).double(), torch.zeros(8, 6).double()
     with pytest.raises(PlanError, match="a SyncBatchNorm has statistics of all rows of a batch"):
         shardgraph.analyze(
             model_of(VECTOR),
             (x,),
-            "pp+ddp",
+            plan,
             example_kwargs={"target": target},
-            mesh={"pp": 2, "dp": 2},
+            mesh=mesh,
             loss_fn=nn.functional.mse_loss,
             pipeline=shardgraph.Pipeline(2, stages=("3",)),
             cluster=toy_cluster(),

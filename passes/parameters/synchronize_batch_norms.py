@@ -43,15 +43,13 @@ class SynchronizeBatchNorms(Pass):
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         axes = [axis for axis, size in context.plan.data_mesh if size > 1]
         nodes = [node for node in gm.graph.nodes if SYNCHRONIZED.get(node) and "batch_norm" in str(node.target)]
-        if not axes or not nodes:
-            return
-        if context.plan.pipeline is not None:
+        if nodes and context.plan.pipeline is not None:
             raise PlanError(
                 f"{SOURCE.get(nodes[0]) or nodes[0].name}: a SyncBatchNorm has statistics of all rows of a batch, and "
                 "stages of a pipeline see a microbatch at a time: use a BatchNorm, whose running statistics are those "
                 "of the whole batch there, or a plan without a pipeline"
             )
-        for node in nodes:
+        for node in nodes if axes else ():
             written = _Written(gm.graph, context, node, axes)
             if node.target in (_WITH_STATISTICS, _WITHOUT):
                 written.forward()
