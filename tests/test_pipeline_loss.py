@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,19 @@ def test_a_loss_that_does_not_follow_from_those_of_microbatches_is_refused_by_it
     assert "test_pipeline_loss.py:" in str(raised.value)
 
 
+@pytest.mark.parametrize("loss_fn", [loss_fn for loss_fn, _ in REFUSED.values()], ids=REFUSED)
+def test_it_is_refused_in_microbatches_of_one_row_too(loss_fn):
+    pipeline = Pipeline(schedule="looped-bfs", stages=("1",), microbatches=len(TOKENS))
+    with pytest.raises(shardgraph.ShardGraphError, match=r"test_pipeline_loss\.py:\d+ "):
+        compiled(model(), pipeline, loss_fn).train_step(TOKENS, target=LABELS)
+
+
+def test_a_microbatch_of_one_row_is_no_reason_to_refuse_or_to_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(Pipeline(schedule="looped-bfs", stages=("1",), microbatches=len(TOKENS)), cross_entropy(), TOKENS)
+
+
 def test_terms_that_weigh_microbatches_alike_may_be_reduced_differently():
     step(
         Pipeline(schedule="looped-bfs", stages=("1",), microbatches=3),
@@ -246,6 +260,13 @@ def test_verify_compares_with_undivided_batches(plan):
     )
     assert report.ok, report
     assert "undivided batches" in report.batch
+
+
+def test_verify_refuses_rows_that_are_combined_in_microbatches_of_one_row():
+    pipeline = Pipeline(schedule="looped-bfs", stages=("body.3",), microbatches=len(TOKENS))
+    model = Evaluates(lambda o, t: {"loss": (o.mean(1) @ o.mean(1).T).logsumexp(1).mean()})
+    with pytest.raises(shardgraph.ShardGraphError, match="rows of a batch are not computed apart"):
+        shardgraph.verify(model, (TOKENS, LABELS), "pp", mesh={"pp": 1}, pipeline=pipeline)
 
 
 def test_verify_finds_a_batch_norm_by_the_microbatch():

@@ -34,7 +34,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.plans.shards import named_shapes
-from shardgraph.proof.microbatches import rows_of
+from shardgraph.proof.microbatches import rows_of_call
 from shardgraph.proof.prove import Proof, prove
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches
 from shardgraph.search.answer import answer
@@ -282,10 +282,11 @@ def _programs(
 ) -> list[Program]:
     shapes, of_size = named_shapes(model), {batch_size(part): part for part in parts}
     with traced_in_double(exact):
-        joints = {n: captures.take(Call(model, *part, loss_fn=loss_fn), plan) for n, part in of_size.items()}
-    if plan.pipeline is not None:
-        for joint in joints.values():
-            rows_of(joint).raise_if_mixed()
+        calls = {n: Call(model, *part, loss_fn=loss_fn) for n, part in of_size.items()}
+        joints = {n: captures.take(call, plan) for n, call in calls.items()}
+        if plan.pipeline is not None:
+            for n, joint in joints.items():
+                rows_of_call(joint, calls[n], plan, captures).raise_if_mixed()
     built = {n: lower(joint, plan, shapes) for n, joint in joints.items()}
     return [built[batch_size(part)] for part in parts]
 

@@ -28,7 +28,7 @@ from shardgraph.passes.program import Program
 from shardgraph.plans.declared_stages import declared_owners
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
-from shardgraph.proof.microbatches import rows_of
+from shardgraph.proof.microbatches import rows_of, rows_of_call
 from shardgraph.runtime.executor import Executor
 from shardgraph.runtime.pipeline.differentiable import differentiable
 from shardgraph.runtime.pipeline.failure import report_failure
@@ -178,7 +178,7 @@ class PipelinedModule(ShardedModule):
         program = super()._program(call, show)
         if call.loss_fn is not None:
             program.losses  # noqa: B018  # raises if those of microbatches cannot be added up
-            rows = rows_of(program.joint)
+            rows = rows_of_call(program.joint, call, self.plan, self._setup.captures)
             rows.raise_if_mixed()
             for line in rows.warnings():
                 warnings.warn(line, stacklevel=2)

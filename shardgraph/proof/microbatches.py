@@ -1,22 +1,26 @@
 """Whether what a model computes for a row of a batch depends on that row alone, so that a batch may be cut by rows.
 
 The graph has the sizes of a microbatch: of a view it is not known which of its sizes would grow with the batch, and the
-one that lies where the rows lay is taken to. In a microbatch of one row that cannot be told, so nothing is refused.
+one that lies where the rows lay is taken to. Of one row that cannot be told, and its first row is all of it, so forward
+is captured again, for two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import SOURCE
 from shardgraph.passes.analysis.random_state import draws
+from shardgraph.plans.plan import Plan
 from shardgraph.proof.held import Held, MixedError, divided, patterns, whole_size
 from shardgraph.proof.labels import Pattern
 from shardgraph.proof.terms import Terms
@@ -101,6 +105,14 @@ def rows_of(joint: ir.JointGraph) -> Rows:
     if joint.rows == 1:  # which does not say which dimension of size 1 the rows are
         return Rows({}, typing.mixed | unknown)
     return Rows(typing.mixed, unknown)
+
+
+def rows_of_call(joint: ir.JointGraph, call: Call, plan: Plan, captures: Captures) -> Rows:
+    """:func:`rows_of` the graph of ``call``, a microbatch; where that has one row, of forward of the same with two."""
+    if joint.rows == 1:
+        with suppress(ShardGraphError):  # of inputs whose values forward asks for, there are no two rows
+            return rows_of(captures.take(replace(call.resized(2), training=False), plan))
+    return rows_of(joint)
 
 
 def _forward(joint: ir.JointGraph) -> set[fx.Node]:
