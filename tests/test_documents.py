@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_prose_is_at_most_100_characters_wide(document: Path) -> None:
     without_code = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
     prose = [line for line in without_code.splitlines() if not line.startswith(("|", "![", "    "))]
     assert [line for line in prose if len(line) > 100] == []
+
+
+def test_the_readme_has_the_packages_in_the_order_in_which_they_may_import_each_other() -> None:
+    contract, *_ = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer.split(" | ") for layer in contract["layers"]]
+    table = (ROOT / "README.md").read_text().partition("| package | |")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")]
+    number = {name: number for number, layer in enumerate(layers) for name in layer}
+    assert sorted(named, key=number.__getitem__) == named
+    assert set(named) == set(number)
 
 
 @pytest.mark.parametrize("document", ["torch_tests.md", "fairscale.md", "trainers.md", "faults.md"])

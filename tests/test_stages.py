@@ -250,7 +250,7 @@ def test_a_batch_that_does_not_divide_is_cut_into_as_many():
 
 def test_more_stages_than_places_to_cut_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.raises(PlanError, match=r"4 stages take 3 cuts, and the model has 1 place"):
+    with pytest.raises(PlanError, match=r"4 stages take 3 cuts .* the model has 1, before"):
         shardgraph.verify(model, (torch.randn(8, 2),), preset("pp", {"pp": 4}, Pipeline(8)))
 
 

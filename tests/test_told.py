@@ -130,6 +130,15 @@ class Branches(Prints):
         return y if float(y.sum()) > 0 else y.relu()
 
 
+class Assigns(Prints):
+    """Doubles an activation behind the back of autograd."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        y.data = 2 * y.data
+        return y
+
+
 def refused(model: nn.Module) -> str:
     with pytest.raises(CaptureError) as error:
         shardgraph.compile(model, "single", example_inputs=torch.ones(2, 4), progress=False)
@@ -150,6 +159,16 @@ def test_what_prints_or_measures_in_forward_is_told_with_its_line_and_where_it_c
 
 def test_a_wait_for_the_device_in_forward_is_refused_with_its_line():
     assert "synchronize" in (said := refused(Waits())) and "leave it out of forward" in said and "test_told.py:" in said
+
+
+def test_an_assignment_to_data_in_forward_is_refused_with_what_to_write():
+    said = refused(Assigns())
+    assert "y.copy_(other)" in said and "test_told.py:" in said and "torch.compile" not in said
+
+
+def test_a_model_without_a_place_for_a_cut_is_told_so():
+    with pytest.raises(PlanError, match=r"2 stages take 1 cuts .* the model has none: use fewer ranks along 'pp'"):
+        shardgraph.analyze(nn.Linear(4, 4), torch.ones(8, 4), "pp", mesh={"pp": 2}, cluster="H100")
 
 
 def test_a_branch_is_refused_without_the_checks_of_torch_that_are_refused_too():

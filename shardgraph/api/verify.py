@@ -284,10 +284,11 @@ def _programs(
     with traced_in_double(exact):
         calls = {n: Call(model, *part, loss_fn=loss_fn) for n, part in of_size.items()}
         joints = {n: captures.take(call, plan) for n, call in calls.items()}
-        if plan.pipeline is not None:
+    built = {n: lower(joint, plan, shapes) for n, joint in joints.items()}
+    if plan.pipeline is not None:
+        with traced_in_double(exact):
             for n, joint in joints.items():
                 rows_of_call(joint, calls[n], plan, captures).raise_if_mixed()
-    built = {n: lower(joint, plan, shapes) for n, joint in joints.items()}
     return [built[batch_size(part)] for part in parts]
 
 

@@ -362,6 +362,8 @@ _REMEDIES = {
     "their number is the value of a buffer: give it a momentum; update_bn of torch.optim.swa_utils, which takes it "
     "away for a while, is called with sharded.original",
     r"data-dependent expression.*torch\._(assert|check)": AS_A_CHECK,
+    "mutate tensor data attribute": "a graph does not see a write to tensor.data: write y = 2 * y, or in place, as in "
+    "y.mul_(2) or y.copy_(other)",
     "checkpoint_sequential": "torch.utils.checkpoint.checkpoint, called for each part, is captured; and recompute= of "
     "shardgraph.compile recomputes layers without it",
     r"pack_\w*sequence|data-dependent.*modules/rnn\.py": "the lengths of a packed sequence are values of a tensor: "

@@ -37,7 +37,7 @@ def verify(
     cluster: ClusterName = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples of a model of transformers, of all ranks.", show_default="one for each"),
+        typer.Option(min=1, help="Samples of a transformers model, over all ranks.", show_default="one per rank"),
     ] = None,
     sequence: Sequence = None,
     settings: Settings = None,
@@ -50,7 +50,7 @@ def verify(
     offload: Offload = None,
     as_json: Json = False,
 ) -> None:
-    """Train a model and its program under a plan, all ranks in one process; ends with 1 if they are not equal.
+    """Train a model and its program under a plan, all ranks in one process; exits with 1 if they differ.
 
     The model has random weights, and has to fit in memory twice.
     """

@@ -15,7 +15,7 @@ def checkpoint(
     verify: Annotated[bool, typer.Option("--verify", help="Read everything, and compare checksums.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a job, the one that was written last at the end; ends with 1 if one is damaged.
+    """List the checkpoints of a job, the newest last; exits with 1 if one is damaged.
 
     Without --verify, files are looked for, and their sizes.
     """

@@ -21,7 +21,7 @@ def demo(
     ] = "demo.html",
     as_json: Json = False,
 ) -> None:
-    """See what it does: verify a plan, train under it beside the unsharded model, and write a report of it."""
+    """Show what it does: verify a plan, train under it beside the unsharded model, and write a report."""
     with working("prove that the program under fsdp equals the model"):
         import torch
 

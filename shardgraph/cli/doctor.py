@@ -39,7 +39,7 @@ class Finding:
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check this machine, and say what mends what does not work; ends with 1 if nothing can train here."""
+    """Check this machine, and say how to fix what does not work; exits with 1 if nothing can train here."""
     findings = []
     for name, check in CHECKS.items():
         with working(f"check {name}"):
@@ -72,7 +72,7 @@ def _show(findings: list[Finding]) -> None:
         table.add_row(Text(mark, style), each.name, Text(each.found))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     if mends := [each for each in findings if each.mend]:  # whole lines, to be copied, however narrow the terminal is
-        typer.echo("\n".join(["", "What mends what does not work:", *(f"  {each.mend}" for each in mends)]))
+        typer.echo("\n".join(["", "To fix what does not work:", *(f"  {each.mend}" for each in mends)]))
 
 
 def _python(name: str) -> Finding:

@@ -74,7 +74,7 @@ def report(
     recompute: Recompute = None,
     as_json: Json = False,
 ) -> None:
-    """Write one page about a plan: figures, modules, pictures, streams, alternatives. It needs no network."""
+    """Write a self-contained page about a plan: figures, modules, pictures, streams, alternatives."""
     if not out.lower().endswith(".html"):
         raise ShardGraphError(f"a report is a page, {out!r} does not end in .html: `visualize` writes other pictures")
     visualize(

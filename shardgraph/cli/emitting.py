@@ -44,7 +44,7 @@ def emit(
     loss_chunk: LossChunk = None,
     offload: Offload = None,
     scheduled: Annotated[
-        bool, typer.Option("--scheduled", help="In the order in which the compiled module runs operations.")
+        bool, typer.Option("--scheduled", help="Write operations in the order in which the compiled module runs them.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -18,7 +18,7 @@ def flight(
     last: Annotated[int, typer.Option(min=0, help="Collectives of each rank to show.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Say which rank was late or different, from the last collectives of all ranks.
+    """Say which rank was late or did something else, from the last collectives of all ranks.
 
     The file is written after a failure, and the error names it; or by shardgraph.flight_record(FILE) on all ranks.
     """

@@ -33,7 +33,7 @@ def lint(
     precision: Precision = None,
     as_json: Json = False,
 ) -> None:
-    """Find what trains otherwise than on one device, or costs for nothing; ends with 1 at a warning."""
+    """Find what would train differently than on one device, or wastes time; exits with 1 on a warning."""
     axes = mesh_of(mesh)
     with working(f"look at {model} under {plan}"):
         from shardgraph.cli.model import job_of

@@ -72,12 +72,12 @@ def _version(wanted: bool) -> None:
 def options(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """A compiler for distributed training with PyTorch.
 
-    Ends with 0 if all is well, 1 if the answer is a bad one, 2 if what was asked cannot be, and 130 if interrupted.
+    Exits with 0 if all is well, 1 if the answer is a bad one, 2 if the request is refused, 130 if interrupted.
     """
 
 

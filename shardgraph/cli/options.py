@@ -33,12 +33,12 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Batch = Annotated[int | None, typer.Option(min=1, help="Samples in a call of a model of transformers.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples per call, of a transformers model.")]
 Sequence = Annotated[
-    int | None, typer.Option(min=1, help="Length of its sequences.", show_default="1024 or its longest")
+    int | None, typer.Option(min=1, help="Length of its sequences, likewise.", show_default="1024 or its longest")
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A field of its config, as num_hidden_layers=2.")
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A field of its config, such as num_hidden_layers=2.")
 ]
 PlanName = Annotated[
     str, typer.Option("--plan", help="A plan's name, such as fsdp+tp, or its file.", autocompletion=_plans)
@@ -55,12 +55,12 @@ ClusterName = Annotated[
 ]
 Memory = Annotated[str | None, typer.Option(help="Bytes that a rank may use, such as 80GiB.")]
 Optimizer = Annotated[str, typer.Option(help="The optimizer whose state and update are counted.")]
-Precision = Annotated[str | None, typer.Option(help="bf16, fp16 or fp8: of computation, beside weights in float32.")]
-Backend = Annotated[str, typer.Option(help="eager or inductor, which fuses pointwise operations.")]
-Recompute = Annotated[str | None, typer.Option(help="What backward computes again: none, selective or full.")]
-LossChunk = Annotated[str | None, typer.Option(help="Bytes of the logits of a loss at a time, such as 64MiB.")]
-Offload = Annotated[str | None, typer.Option(help="What is kept in host memory: parameters or activations.")]
-GlobalBatch = Annotated[int | None, typer.Option(help="Samples of one step, of all ranks together.")]
+Precision = Annotated[str | None, typer.Option(help="Compute in bf16, fp16 or fp8; weights stay in float32.")]
+Backend = Annotated[str, typer.Option(help="eager, or inductor, which fuses operations.")]
+Recompute = Annotated[str | None, typer.Option(help="What backward recomputes: none, selective or full.")]
+LossChunk = Annotated[str | None, typer.Option(help="Compute the loss in chunks of logits of this size, such as 64MiB.")]
+Offload = Annotated[str | None, typer.Option(help="What is kept in host memory: parameters, activations or all.")]
+GlobalBatch = Annotated[int | None, typer.Option(help="Samples per step, over all ranks.")]
 Devices = Annotated[int | None, typer.Option(help="Number of ranks.", show_default="all of the cluster")]
 Seconds = Annotated[float | None, typer.Option(help="A limit on the search.", show_default="none")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

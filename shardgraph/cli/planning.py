@@ -54,7 +54,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest plan that fits, for devices that need not be there, and say why it is."""
+    """Find the fastest plan that fits, for devices that you need not have, and explain the choice."""
     job = _built(model, batch, sequence, settings)
     found = shardgraph.plan(
         job.module,
@@ -88,7 +88,7 @@ def explain(plan: PlanFile, as_json: Json = False) -> None:
 
 def front(
     model: Model,
-    devices: Annotated[str, typer.Option(metavar="N,N,...", help="The numbers of devices to compare, as 8,16,32.")],
+    devices: Annotated[str, typer.Option(metavar="N,N,...", help="The numbers of devices to compare, such as 8,16,32.")],
     cluster: ClusterName = None,
     memory: Memory = None,
     global_batch: GlobalBatch = None,
@@ -101,11 +101,11 @@ def front(
     seconds: Seconds = None,
     out: Annotated[
         str | None,
-        typer.Option("--out", "-o", callback=picture_to_write, help="A picture to draw, as front.svg or .html."),
+        typer.Option("--out", "-o", callback=picture_to_write, help="A picture to draw, such as front.svg or .html."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the plans that no other beats in devices, memory and time."""
+    """Show the plans that no other plan beats in devices, memory and time."""
     counts = _counts(devices)
     job = _built(model, batch, sequence, settings)
     found = shardgraph.front(
@@ -142,21 +142,21 @@ def what_if(
     plan: PlanFile,
     model: Annotated[str, typer.Option("--model", help="The model of the plan, as for analyze.", show_default=False)],
     sequence: Annotated[int | None, typer.Option(min=1, help="If sequences had this length.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="If steps had so many samples.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="If there were so many devices.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="If steps had this many samples.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="If there were this many devices.")] = None,
     on: Annotated[str | None, typer.Option(help="If it ran on this cluster.")] = None,
-    network: Annotated[float | None, typer.Option(help="If the network had so many times the bandwidth.")] = None,
+    network: Annotated[float | None, typer.Option(help="If the network had this many times the bandwidth.")] = None,
     cluster: ClusterName = None,
     memory: Memory = None,
     batch: Batch = None,
-    length: Annotated[int | None, typer.Option(min=1, help="The length of sequences as they are.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="The present length of sequences.")] = None,
     settings: Settings = None,
     optimizer: Optimizer = "adamw",
     backend: Backend = "eager",
     seconds: Seconds = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a plan costs under other conditions, and which would be best then; ends with 1 if it does not fit."""
+    """Show what a plan costs under other conditions, and which plan would be best then; exits with 1 if it does not fit."""
     job = _built(model, batch, length, settings)
     answer = shardgraph.what_if(
         plan,

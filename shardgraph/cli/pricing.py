@@ -49,7 +49,7 @@ def analyze(
     offload: Offload = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the memory and time of a training step; ends with 1 if it does not fit."""
+    """Predict the memory and time of a training step; exits with 1 if it does not fit."""
     sizes = {"batch": batch, "sequence": sequence, "settings": settings}
     options = {"precision": precision, "optimizer": optimizer, "backend": backend, "recompute": recompute}
     limits = {"memory": memory, "loss_chunk": loss_chunk, "offload": offload}
@@ -71,7 +71,7 @@ def compare(
     backend: Backend = "eager",
     as_json: Json = False,
 ) -> None:
-    """Show what two plans decide differently, and what that costs."""
+    """Show what two plans decide differently, and what that costs or saves."""
     with working(f"read {first}, {second} and {model}"):
         from shardgraph.cli.model import job_of
         from shardgraph.plans.plan import Plan

@@ -30,7 +30,7 @@ def run(
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own, after -- if need be.")
     ] = None,
 ) -> None:
-    """Run a script on local ranks, as under torchrun; ends with 1, and stops all of them, when one fails.
+    """Run a script on local ranks, as torchrun does; when one fails, stops all of them and exits with 1.
 
     In the script, shardgraph.launch(main) calls main on each rank.
     """
