@@ -22,11 +22,10 @@ def module_of(node: fx.Node) -> str:
 
     Nodes that a pass adds for a parameter or a buffer belong to the module that owns it; for several, to the model.
     """
-    if node in SUBJECT:
-        subject = str(SUBJECT.of(node))  # such as "gradient of a.weight", "buffer a.mean", "a.weight, b.weight"
-        return "" if ", " in subject else subject.split(" ")[-1].rpartition(".")[0]
-    stack = MODULES.get(node) or FORWARD_MODULES.get(node)
-    return list(stack.values())[-1][0] if stack else ""
+    if stack := MODULES.get(node) or FORWARD_MODULES.get(node):
+        return str(list(stack.values())[-1][0])
+    subject = SUBJECT.get(node, "")  # such as "gradient of a.weight", "buffer a.mean", "a.weight, b.weight"
+    return "" if ", " in subject else subject.split(" ")[-1].rpartition(".")[0]
 
 
 def layer_of(path: str) -> str:
