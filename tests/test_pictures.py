@@ -282,7 +282,9 @@ def test_collectives_of_a_bucket_are_of_the_model_and_leave_layers_alike():
 
 def test_collectives_between_operators_are_of_the_module_whose_values_they_move():
     layers = [nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)]
-    tree, _ = outline(nn.Sequential(nn.Sequential(*layers), nn.Tanh()), torch.zeros(64, 8), plan=preset("tp", {"tp": 2}))
+    tree, _ = outline(
+        nn.Sequential(nn.Sequential(*layers), nn.Tanh()), torch.zeros(64, 8), plan=preset("tp", {"tp": 2})
+    )
     moved = ("forward", "all_reduce", "tp")
     assert [module.path for module in tree.root.walk() if moved in module.traffic] == ["0.0.2", "0.1.2", "0.2.2"]
 

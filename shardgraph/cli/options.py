@@ -38,7 +38,8 @@ Sequence = Annotated[
     int | None, typer.Option(min=1, help="Length of its sequences, likewise.", show_default="1024 or its longest")
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A field of its config, such as num_hidden_layers=2.")
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A field of its config, such as num_hidden_layers=2."),
 ]
 PlanName = Annotated[
     str, typer.Option("--plan", help="A plan's name, such as fsdp+tp, or its file.", autocompletion=_plans)
@@ -58,7 +59,9 @@ Optimizer = Annotated[str, typer.Option(help="The optimizer whose state and upda
 Precision = Annotated[str | None, typer.Option(help="Compute in bf16, fp16 or fp8; weights stay in float32.")]
 Backend = Annotated[str, typer.Option(help="eager, or inductor, which fuses operations.")]
 Recompute = Annotated[str | None, typer.Option(help="What backward recomputes: none, selective or full.")]
-LossChunk = Annotated[str | None, typer.Option(help="Compute the loss in chunks of logits of this size, such as 64MiB.")]
+LossChunk = Annotated[
+    str | None, typer.Option(help="Compute the loss in chunks of logits of this size, such as 64MiB.")
+]
 Offload = Annotated[str | None, typer.Option(help="What is kept in host memory: parameters, activations or all.")]
 GlobalBatch = Annotated[int | None, typer.Option(help="Samples per step, over all ranks.")]
 Devices = Annotated[int | None, typer.Option(help="Number of ranks.", show_default="all of the cluster")]

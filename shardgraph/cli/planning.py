@@ -88,7 +88,9 @@ def explain(plan: PlanFile, as_json: Json = False) -> None:
 
 def front(
     model: Model,
-    devices: Annotated[str, typer.Option(metavar="N,N,...", help="The numbers of devices to compare, such as 8,16,32.")],
+    devices: Annotated[
+        str, typer.Option(metavar="N,N,...", help="The numbers of devices to compare, such as 8,16,32.")
+    ],
     cluster: ClusterName = None,
     memory: Memory = None,
     global_batch: GlobalBatch = None,
@@ -156,7 +158,7 @@ def what_if(
     seconds: Seconds = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a plan costs under other conditions, and which plan would be best then; exits with 1 if it does not fit."""
+    """Show what a plan costs under other conditions, and which would be best then; exits with 1 if it does not fit."""
     job = _built(model, batch, length, settings)
     answer = shardgraph.what_if(
         plan,
