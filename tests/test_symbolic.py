@@ -85,6 +85,26 @@ def test_a_batch_of_one_may_be_asked_for_more():
     assert of_words(batch=1).max_batch("100KiB") == of_words(batch=3).max_batch("100KiB")
 
 
+class Mixture(nn.Module):
+    """Experts whose capacity, a rounded fraction of the sequence, is no multiple of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = shardgraph.nn.MoE(d_model=8, d_hidden=16, num_experts=4, k=2, capacity_factor=1.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, lost = self.moe(x)
+        return (x + output).square().mean() + lost
+
+
+def test_the_largest_batch_needs_no_expression_in_the_sequence():
+    def analyzed(rows: int) -> shardgraph.Analysis:
+        return shardgraph.analyze(Mixture(), torch.ones(rows, 16, 8), "single", mesh={}, cluster=toy_cluster())
+
+    largest = analyzed(2).max_batch("1MiB")
+    assert analyzed(largest).peak_memory <= 2**20 < analyzed(largest + 1).peak_memory
+
+
 def test_the_step_takes_between_the_fastest_and_the_slowest(llama_costs):
     seconds = of_llama().time.total
     assert llama_costs.at()["fastest"] <= seconds <= llama_costs.at()["slowest"]

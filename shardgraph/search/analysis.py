@@ -83,7 +83,9 @@ class SizesOf:
         return symbolic(self.source)
 
     def largest(self, size: str, budget: int) -> int:
-        estimate = self.symbolic.largest(size, budget)
+        # By batch alone, since a capacity, say, may be a rounded fraction of the sequence.
+        expressions = symbolic(self.source, by_sequence=False) if size == "batch" else self.symbolic
+        estimate = expressions.largest(size, budget)
         present = {"batch": self.source.call.batch, "sequence": self.source.call.sequence}
 
         def peak(value: int) -> int:

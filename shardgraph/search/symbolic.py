@@ -115,8 +115,8 @@ def _function(expression: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Call
     return sympy.lambdify(symbols, expression, modules="math")
 
 
-def symbolic(source: Source) -> Symbolic:
-    """The costs of one rank's step as expressions.
+def symbolic(source: Source, by_sequence: bool = True) -> Symbolic:
+    """The costs of one rank's step as expressions; without ``by_sequence`` of the present length.
 
     Raises:
         NotSizedError: the model runs different operations at other sizes, or the plan shards operators or experts.
@@ -127,7 +127,7 @@ def symbolic(source: Source) -> Symbolic:
             f"plan {source.plan.name!r} divides operators or experts, and how follows from their sizes: analyse "
             "each size, or take a plan of data alone"
         )
-    points = _points(source)
+    points = _points(source, by_sequence)
     shapes, mesh = source.question.shapes, source.plan.mesh
     entries = source.plan.resolve(shapes)
     sharded_rows = [
@@ -168,12 +168,12 @@ def _sum(terms: Iterable[sympy.Expr]) -> sympy.Expr:
     return sympy.Add(*(count * term for term, count in Counter(terms).items()))
 
 
-def _points(source: Source) -> list[Point]:
+def _points(source: Source, by_sequence: bool) -> list[Point]:
     """The ``(batch, sequence)`` sizes at which to capture; the last one checks the interpolation of the others.
 
     No batch or sequence is 1, for which broadcasting and views change the program.
     """
-    batch, sequence = max(source.call.batch, 2), source.call.sequence
+    batch, sequence = max(source.call.batch, 2), source.call.sequence if by_sequence else 0
     if not source.call.batch:
         raise ShardGraphError("none of the inputs is a tensor with a batch dimension: there is nothing to vary")
     more, last = batch + 1, batch + 2
