@@ -48,6 +48,11 @@ def test_an_input_that_is_not_cut_with_the_batch_is_told_with_what_to_give():
         shardgraph.analyze(Beside(), (torch.ones(8, 4), torch.ones(16, 4)), "pp", mesh={"pp": 2}, cluster="H100")
 
 
+def test_a_model_inside_of_data_parallel_is_refused_with_what_to_compile():
+    with pytest.raises(ShardGraphError, match=r"DataParallel divides or replicates .* compile the module inside of it"):
+        shardgraph.compile(nn.DataParallel(nn.Linear(4, 4)), "single")
+
+
 def test_a_mesh_without_ranks_is_told_how_to_start_them():
     with pytest.raises(PlanError, match=r"needs 2 ranks and there is no process group: start with shardgraph\.launch"):
         shardgraph.compile(nn.Linear(4, 4), "fsdp", mesh={"dp": 2})

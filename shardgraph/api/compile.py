@@ -26,6 +26,7 @@ from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.detection import host_memory
 from shardgraph.errors import ShardGraphError, expect
+from shardgraph.findings.model_rules import sharded_already
 from shardgraph.module.compiled import Setup
 from shardgraph.module.fingerprint import fingerprint
 from shardgraph.module.lengths import Lengths, Padding
@@ -245,6 +246,8 @@ def _check_not_compiled(model: nn.Module) -> None:
             "shards. Compile it once, and build it anew for another plan; state_dict() of one loads into the other. "
             "Placements of your own are annotations: shardgraph.annotate(model, {name: shard(dim, axis)})"
         )
+    for wrapped in sharded_already(model):
+        raise ShardGraphError(f"{wrapped.where}: {wrapped.message}: {wrapped.remedy}")
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
