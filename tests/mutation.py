@@ -418,24 +418,26 @@ def _table(header: list[str], rows: list[list[Any]]) -> str:
 
 _PAGE = """# Mutants
 
-Programs in which one pass has made a mistake, made by `tests/faults.py`: a collective dropped,
-doubled, over another axis or in another order; a wrong scale, dtype, part or padding; a stale
-gather, or one that is read before it has arrived; random numbers drawn again; a mutation lost;
-values that graphs exchange swapped, lost or scaled; an operation on another operand. *Made* are up
-to 20 mutants of each pass and program, of as many kinds as there are. *Differ* are those that an
-independent run of all ranks, stages and microbatches in double precision shows to be wrong
-(`tests/judge.py`: a difference of 1e-9 for one of 3 seeds). *Found* are those of them that
-`verify` does not let pass; *refused* are those among these that cannot be run, where it raises an
-error, and *blamed* those that it blames on the pass that made the mistake. No program without a
-mistake is a false alarm, of `verify` or of the judge: `tests/test_mutants.py` checks that too.
+A mutant is a program in which one pass has made a mistake. `tests/faults.py` makes them: a
+collective dropped, doubled, over another axis or in another order; a wrong scale, dtype, part or
+padding; a stale gather, or one that is read before it has arrived; random numbers drawn again; a
+mutation lost; values that graphs exchange swapped, lost or scaled; an operation on another operand.
+The columns:
 
-*Proved* are those that differ and that the symbolic proof (`shardgraph/proof`) shows to be right
-nevertheless: any is a fault of a rule of it. *Numeric* are proved ones of which only the rounding
-is wrong ({numeric}), which is not what it is about: it does not look at dtypes.
-What it does not know is not proved, with a mistake or without one.
+* *made*: up to 20 mutants of each pass and program, of as many kinds as there are;
+* *differ*: those that an independent run of all ranks, stages and microbatches in double precision
+  shows to be wrong (`tests/judge.py`: a difference of 1e-9 for one of 3 seeds);
+* *found*: those of them that `verify` does not let pass; among these, *refused* are those that
+  cannot be run, where it raises an error, and *blamed* those that it blames on the pass that made
+  the mistake;
+* *proved*: those that differ, but that the symbolic proof (`shardgraph/proof`) claims to be right;
+  any of these would be a bug in one of its rules;
+* *numeric*: proved ones in which only the rounding is wrong ({numeric}), which the proof
+  does not look at.
 
-The figures are from `python -m tests.mutation`; with `--proof-only` only the last two columns are
-measured, and which programs are proved.
+Programs without a mistake raise no false alarm, neither of `verify` nor of the judge;
+`tests/test_mutants.py` checks that too. The figures are from `python -m tests.mutation`; with
+`--proof-only` only the last two columns are measured, and which programs are proved.
 
 {summary}
 
@@ -443,20 +445,20 @@ Programs without a mistake that are proved:
 
 {proved}
 
-Those of which the proof does not know enough:
+Those that the proof cannot decide:
 
 {unproved}
 
-Not told apart can be `partition` and `shard-operators`, where backward returns a gradient of shards
-to which no value of the model is equal in the place of another: whichever of them exchanged the
-two, the text is the same. Nor can `remove-constraints` and the passes that copy the operation which
-reads what was annotated.
+Two pairs of passes cannot be told apart: `partition` and `shard-operators`, where backward returns
+one gradient of shards in place of another and no value of the model equals either (whichever of
+them exchanged the two, the text is the same); and `remove-constraints` and the passes that copy the
+operation that reads an annotated value.
 
 Passes without mutants:
 
 {without}
 
-What no value shows, `verify` cannot see: an order in which collectives block for ever
+`verify` cannot see what no value shows: an order in which collectives block for ever
 (`check-program` refuses it), and an output that is a copy where the model returns an alias, which
 differs once the caller writes to it.
 
