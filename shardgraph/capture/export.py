@@ -349,8 +349,8 @@ _CALLS = re.compile(
 )
 """What torch's tracer says of a function that it does not follow."""
 _NO_OPERATION = (
-    "leave out what prints, writes or measures: a forward hook of the compiled module has its inputs and outputs; "
-    "what else it returns, give forward as an input"
+    "leave it out of forward: what prints, writes or measures can be a forward hook of the compiled module, which has "
+    "its inputs and outputs; what else it returns, give forward as an input"
 )
 _REMEDIES = {
     r"Python draws|\brandom\.\w+\(": "numbers of Python's generator would be constants of the program: draw with "
