@@ -334,3 +334,9 @@ def test_a_mesh_that_the_plan_is_not_for_is_refused():
     plan = shardgraph.preset("fsdp", {"dp": 2})
     with pytest.raises(shardgraph.PlanError, match="is for the mesh"):
         shardgraph.verify(torch.nn.Linear(4, 4), (torch.randn(4, 4),), plan, mesh={"dp": 4})
+
+
+def test_in_double_precision_attention_leaves_no_weight_out():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    report = shardgraph.verify(layer, (torch.randn(2, 4, 8),), "single", fp64=True)
+    assert report.coverage.noise == 0

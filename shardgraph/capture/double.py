@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -49,8 +50,16 @@ def as_traced() -> AbstractContextManager[Any]:
 
 def is_coarse(gm: fx.GraphModule) -> bool:
     """Whether a graph computes something in a dtype coarser than double precision."""
-    values = (node.meta.get("val") for node in gm.graph.nodes if node.op == "call_function")
+    nodes = (node for node in gm.graph.nodes if node.op == "call_function" and not _is_sum_of_attention(node))
+    values = (node.meta.get("val") for node in nodes)
     return any(isinstance(each, torch.Tensor) and each.dtype in _COARSE for each in values)
+
+
+def _is_sum_of_attention(node: fx.Node) -> bool:
+    """Whether it is what an attention leaves for its backward: as precise as its output, whatever torch 2.12 says."""
+    if node.target is not operator.getitem or node.args[1] == 0:
+        return False
+    return node.all_input_nodes[0].target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
