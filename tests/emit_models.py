@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardgraph.nn import MoE
+from tests.diffusion import Denoiser
 from tests.emitted import Case
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -243,6 +244,10 @@ class TwoOutputs(Network):
         return {"rows": out, "line": out.view(-1), "count": torch.ones(3).sum().long()}
 
 
+def denoiser() -> Made:
+    return Denoiser(), (torch.randn(2, 3, 8, 8),), {}
+
+
 def deep() -> Made:
     return Deep(), (torch.randn(256, 32),), {}
 
@@ -284,6 +289,7 @@ FURTHER = [
     Case("activations-on-host", deep, "fsdp", TWO, {"offload": "activations"}),
     Case("layers-dropped-at-random", dropping, "fsdp", TWO),
     Case("drawn-by-numpy", augmented, "zero1", TWO),
+    Case("group-norm-of-what-is-divided", denoiser, "tp", {"tp": 2}),
     Case("products-of-float8", gpt, "fsdp", TWO, {"precision": "fp8"}),
     Case("loss-function", network_and_target, "fsdp", TWO, MEAN_SQUARE),
     Case(

@@ -147,13 +147,9 @@ def _calling(function: Any, others: dict[str, Any]) -> Callable[..., Any]:
     return copied
 
 
-def _of_plain_strides(group_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    # The kernel of a CPU wants strides as of contiguous values or of channels last, also along dimensions of size 1,
-    # where those of a sum are other than traced. What is contiguous it takes in any case.
-    def called(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return group_norm(input.contiguous() if 1 in input.shape else input, *args, **kwargs)
-
-    return called
+def _of_contiguous(determinant: Callable[..., Any]) -> Callable[..., Any]:
+    """Factors the transpose, as of any matrix that is contiguous: what backward solves depends on it."""
+    return lambda matrix, *args, **kwargs: determinant(matrix.contiguous(), *args, **kwargs)
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -182,16 +178,20 @@ def _dense(function: Any) -> Callable[..., Tensor]:
 _MIXED = {(torch.float32, torch.float16), (torch.float32, torch.bfloat16)}
 """Precisions of a mask and of queries that differ and that PyTorch accepts."""
 
+_DETERMINANTS = (
+    *(torch.det, torch.slogdet, torch.logdet, torch.linalg.det, torch.linalg.slogdet),
+    *(Tensor.det, Tensor.slogdet, Tensor.logdet),
+)
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _calling(
         F.multi_head_attention_forward, {"scaled_dot_product_attention": _attention}
     ),
     F.batch_norm: _batch_norm,
-    F.group_norm: _of_plain_strides(F.group_norm),
-    torch.group_norm: _of_plain_strides(torch.group_norm),
     torch.rms_norm: _rms_norm,
     F.rms_norm: _rms_norm,
+    **{function: _of_contiguous(function) for function in _DETERMINANTS},
     F.one_hot: _one_hot,
     F.embedding: _dense(F.embedding),
     F.embedding_bag: _dense(F.embedding_bag),

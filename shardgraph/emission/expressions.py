@@ -17,6 +17,7 @@ from shardgraph.emission.sources import Copied
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import buckets
 from shardgraph.ir.attributes import SOURCE
+from shardgraph.runtime.layouts import contiguous_arguments
 
 aten = torch.ops.aten
 
@@ -156,7 +157,9 @@ class Spelling:
                     "keep to the compiled module"
                 )
             name = f"{target.namespace}.{str(target).partition('.')[2]}".removesuffix(".default")
-            return self._call(name if target.namespace == "aten" else f"torch.ops.{name}", args, node.kwargs, text)
+            at = contiguous_arguments(target, tuple(fx.map_arg(args, lambda arg: arg.meta["val"])))
+            called = name if target.namespace == "aten" else f"torch.ops.{name}"
+            return self._call(called, args, node.kwargs, text, contiguous=at)
         where = SOURCE.get(node) or "no line known"
         raise ShardGraphError(
             f"{getattr(target, '__name__', target)} ({where}) has no form in plain torch yet: run it as the compiled "
@@ -175,8 +178,8 @@ class Spelling:
             return f"{self._copied.add(prelude.all_reduce)}({tensor}, {axis}{operation})"
         return f"{self._copied.add(prelude.all_to_all)}({tensor}, {text(args[1])}, {text(args[2])}, {axis})"
 
-    def _call(self, function: str, args: Sequence[Any], kwargs: Any, text: Text) -> str:
-        given = [text(each) for each in args]
+    def _call(self, function: str, args: Sequence[Any], kwargs: Any, text: Text, contiguous: Sequence[int] = ()) -> str:
+        given = [text(each) + (".contiguous()" if i in contiguous else "") for i, each in enumerate(args)]
         given += [f"{name}={text(each)}" for name, each in kwargs.items() if _is_meant(name, each)]
         return f"{function}({', '.join(given)})"
 
