@@ -35,6 +35,8 @@ aten = torch.ops.aten
     aten.view.dtype,  # of as many bytes
     aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default,
+    aten.copy.default,
+    aten.fill.Tensor,
 )
 def elementwise(operation: Operation) -> Iterator[Option]:
     """Each element from those at its place; smaller operands are broadcast, and replicated where they are."""

@@ -267,14 +267,6 @@ def _beside(operation: Operation, dim: int) -> Iterator[Option]:
             yield Option((Shard(other),) * len(operation.tensors), (Shard(other),))
 
 
-@rule(aten.copy.default, aten.fill.Tensor)
-def overwritten(operation: Operation) -> Iterator[Option]:
-    """One tensor's elements overwrite those of another of its shape."""
-    for cut in _cuts(operation):
-        before = tuple(cut if tensor.shape == operation.result else REPLICATE for tensor in operation.tensors)
-        yield Option(before, (cut,))
-
-
 _OF_ROWS = (ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
 
 
