@@ -62,10 +62,10 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
     assert pipeline is not None
     costs, names = _blocks_of(joint, plan, shapes, cluster)
     if len(names) < pipeline.count - 1:
-        places = f"{len(names)}, before {', '.join(map(repr, names))}" if names else "none"
+        places = f"{len(names)}, before {', '.join(map(repr, names))}" if names else "no place for any"
         raise PlanError(
             f"{pipeline.count} stages take {pipeline.count - 1} cuts between modules that run one after the other, and "
-            f"of places for them the model has {places}: use fewer ranks along {pipeline.axis!r}"
+            f"the model has {places}: use fewer ranks along {pipeline.axis!r}"
         )
     limit = math.inf if plan.recompute == "budget" else cluster.device.memory
     partition = balance(costs, pipeline.order, limit=limit, prefetch=pipeline.prefetch)
