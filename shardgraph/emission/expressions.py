@@ -157,7 +157,7 @@ class Spelling:
                     "keep to the compiled module"
                 )
             name = f"{target.namespace}.{str(target).partition('.')[2]}".removesuffix(".default")
-            at = contiguous_arguments(target, tuple(fx.map_arg(args, lambda arg: arg.meta["val"])))
+            at = contiguous_arguments(target, tuple(fx.map_arg(args, lambda arg: arg.meta.get("val"))))
             called = name if target.namespace == "aten" else f"torch.ops.{name}"
             return self._call(called, args, node.kwargs, text, contiguous=at)
         where = SOURCE.get(node) or "no line known"
