@@ -62,7 +62,7 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
     assert pipeline is not None
     costs, names = _blocks_of(joint, plan, shapes, cluster)
     if len(names) < pipeline.count - 1:
-        places = f"{len(names)}, before {', '.join(map(repr, names))}" if names else "no place for any"
+        places = f"{len(names)}, before {', '.join(map(repr, names))}" if names else "none"
         raise PlanError(
             f"{pipeline.count} stages take {pipeline.count - 1} cuts between modules that run one after the other, and "
             f"the model has {places}: use fewer ranks along {pipeline.axis!r}"

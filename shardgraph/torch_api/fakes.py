@@ -63,8 +63,10 @@ def by_layout(operation: Callable[..., Any], *args: Any) -> Any:
     """
     leaves, spec = pytree.tree_flatten(args)
     operands = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    places = {(each.fake_mode, each.device) for each in operands if is_plain_fake(each)}  # type: ignore[attr-defined]
-    if len(places) != 1 or not all(map(_has_numbers, operands)):
+    if not all(map(_has_numbers, operands)):
+        return operation(*args)
+    places = {(each.fake_mode, each.device) for each in operands}  # type: ignore[attr-defined]
+    if len(places) != 1:
         return operation(*args)
     ((mode, device),) = places
     with outside_modes():
