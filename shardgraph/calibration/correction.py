@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ _NOISE, _PRIOR = 0.05, 0.5
 """How far a measured step is off by chance, and how far a factor is from 1 before anything is measured."""
 
 _FACTORS = (0.1, 10.0)
-_SCHEMA = 1
+_SCHEMA = 2
+_JOBS = 16  # that are remembered, the latest ones
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class Correction:
     computation: float = 1.0
     communication: float = 1.0
 
-    def after(self, earlier: Correction) -> Correction:
-        """The correction of prices that ``earlier`` had corrected, as one of the original prices."""
-        return Correction(self.computation * earlier.computation, self.communication * earlier.communication)
+    def undone(self, step: MeasuredStep) -> MeasuredStep:
+        """A step whose prediction was made with corrected prices, as the original prices predict it."""
+        computation, communication = step.computation / self.computation, step.communication / self.communication
+        return MeasuredStep(computation, communication, step.measured)
 
     def of(self, cluster: Cluster) -> Cluster:
         """The cluster with its prices corrected."""
@@ -67,20 +70,38 @@ def fitted(steps: Sequence[MeasuredStep]) -> Correction:
 
 
 def correction_of(cluster: Cluster, folder: Path) -> Correction:
-    """The correction of these prices that is kept in ``folder``; none if there is no such file that can be read."""
+    """The correction of these prices by the jobs that ``folder`` remembers; none if it has no file that can be read."""
+    steps = [step for job in _jobs(cluster, folder) for step in job]
+    return fitted(steps) if steps else Correction()
+
+
+def remember(steps: Sequence[MeasuredStep], cluster: Cluster, folder: Path) -> None:
+    """Add the steps of a job, predicted with these prices, to ``folder``.
+
+    All jobs there correct the prices together. Were each to correct what the one before it had left, the factors would
+    drift by what is peculiar to models, since a job tells computation and communication apart but roughly.
+    """
+    jobs = [*_jobs(cluster, folder), steps][-_JOBS:]
+    written = [[[float(f"{value:.4g}") for value in vars(step).values()] for step in job] for job in jobs]
+    correction = fitted([step for job in jobs for step in job])
+    of = f"{cluster.name}, {cluster.device.name}"
+    data = {"schema": _SCHEMA, "of": of, **asdict(correction), "jobs": written}
+    write(_file(cluster, folder), yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+
+
+def _jobs(cluster: Cluster, folder: Path) -> list[list[MeasuredStep]]:
     try:
         data = yaml.safe_load(_file(cluster, folder).read_text(encoding="utf-8"))
-        factors = {name: float(data[name]) for name in ("computation", "communication")}
+        jobs = [[MeasuredStep(*map(float, step)) for step in job] for job in data["jobs"]]
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError):
-        return Correction()
-    usable = data.get("schema") == _SCHEMA and all(factor > 0 for factor in factors.values())
-    return Correction(**factors) if usable else Correction()
+        return []
+    usable = data.get("schema") == _SCHEMA and all(_is_possible(step) for job in jobs for step in job)
+    return jobs if usable else []
 
 
-def keep(correction: Correction, cluster: Cluster, folder: Path) -> None:
-    """Write the correction of these prices to ``folder``, in place of an earlier one."""
-    data = {"schema": _SCHEMA, "of": f"{cluster.name}, {cluster.device.name}", **asdict(correction)}
-    write(_file(cluster, folder), yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+def _is_possible(step: MeasuredStep) -> bool:
+    values = vars(step).values()
+    return all(math.isfinite(value) and value >= 0 for value in values) and step.measured > 0
 
 
 def write(path: Path, content: str) -> None:

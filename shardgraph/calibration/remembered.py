@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from shardgraph.calibration.correction import Correction, MeasuredStep, correction_of, fitted, keep, write
+from shardgraph.calibration.correction import Correction, MeasuredStep, correction_of, fitted, remember, write
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ClusterError
@@ -47,11 +47,12 @@ def this_machine() -> Cluster:
 
 
 def learn(steps: Sequence[MeasuredStep]) -> Correction:
-    """Correct the prices of this machine for next time by measured steps, whose predictions were made with the present
-    prices; returns the factors between both."""
-    machine, found = _uncorrected(), fitted(steps)
-    keep(found.after(correction_of(machine, _folder())), machine, _folder())
-    return found
+    """Correct the prices of this machine for next time by the measured steps of a job, whose predictions were made with
+    the present prices; returns the factors between these."""
+    machine = _uncorrected()
+    present = correction_of(machine, _folder())
+    remember([present.undone(step) for step in steps], machine, _folder())
+    return fitted(steps)
 
 
 def _uncorrected() -> Cluster:
@@ -81,12 +82,12 @@ def busy_file() -> Path:
 
 
 def _is_busy(ranks: int) -> bool:
-    """Whether other programs leave less than half of so many ranks a core of their own."""
+    """Whether other programs leave each of so many ranks less than three quarters of a core."""
     try:
         others = os.getloadavg()[0] - 1  # this process
     except (AttributeError, OSError):  # Windows has none
         return False
-    return detection.cpu_cores() - others < ranks / 2
+    return detection.cpu_cores() - others < 0.75 * ranks
 
 
 @functools.cache
