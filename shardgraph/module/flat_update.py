@@ -3,7 +3,8 @@
 Classes that compute element by element, torch's (:mod:`shardgraph.module.local_step`) and those of users for which that
 can be shown (:mod:`shardgraph.module.by_element`), give the same numbers for many parameters in one tensor as for each
 alone. So a step takes as many kernels for a bucket as for one parameter, and no Python for each. The arithmetic is the
-optimizer's own, in the implementation that it has chosen (``foreach``, ``fused``).
+optimizer's own, in the implementation that it has chosen (``foreach``, ``fused``); where it has chosen none, a backend
+that compiles kernels has torch's fused ones, of which each reads and writes everything once.
 
 The optimizer stays the owner of its state: ``optimizer.state`` has every parameter with tensors of its own, which are
 views of the flat ones, and ``step`` and the like a number for each.
@@ -29,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from shardgraph import torch_api
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
 from shardgraph.module.by_element import PLAIN, STEPS, Kind, NotByElementError, Watched
+from shardgraph.runtime.backends import eager
 from shardgraph.runtime.executor import State
 from shardgraph.runtime.side_by_side import packed, view_of
 from shardgraph.torch_api import local_tensor
@@ -36,6 +38,8 @@ from shardgraph.torch_api import local_tensor
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """The state that torch's element-wise optimizers have once for a parameter, whatever its shape."""
 
+_IMPLEMENTATIONS = frozenset({"foreach", "fused"})
+"""The options of a group that say which of torch's implementations of the same arithmetic it takes."""
 
 _values = methodcaller("values")
 log = logging.getLogger(__name__)
@@ -71,6 +75,13 @@ class Run:
         """Of each parameter."""
         return list(map(local_tensor, self.parameters))
 
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether torch's fused kernels take it: they count steps in a float32 number beside the parameters."""
+        numbers = [value for name, value in self.state.items() if name in _NUMBERS and isinstance(value, torch.Tensor)]
+        beside = all(each.device == self.twin.device and each.dtype == torch.float32 for each in numbers)
+        return beside and self.twin.is_floating_point()
+
     def gather(self) -> None:
         """Give the twin the values of its parameters, if it does not share their memory."""
         if self.scattered:
@@ -100,8 +111,9 @@ class Run:
 class FlatUpdate:
     """An optimizer whose parameters are in runs."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, fuses: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._fuses = fuses  # whether what may be one kernel shall be one, which rounds otherwise
         self.in_parts = True  # whether the step may be called for some runs after others
         self.runs: list[Run] = []
         self.run_of: dict[str, Run] = {}  # by parameter
@@ -116,7 +128,7 @@ class FlatUpdate:
         """That of an optimizer of a module's parameters, the same for every step."""
         flat: FlatUpdate | None = state.updates.get(optimizer)
         if flat is None:
-            flat = state.updates[optimizer] = cls(optimizer)
+            flat = state.updates[optimizer] = cls(optimizer, fuses=state.backend is not eager.backend)
         return flat
 
     @property
@@ -202,13 +214,13 @@ class FlatUpdate:
         After the last of a step's runs there must be a call of :meth:`settle`.
         """
         optimizer = self.optimizer
-        before = [(group, group["params"], group.get("foreach")) for group in optimizer.param_groups]
+        before = [(group, dict(group)) for group in optimizer.param_groups]
         whole = optimizer.state
         optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in runs if run.state})
-        for i, (group, _, foreach) in enumerate(before):
+        for i, (group, _) in enumerate(before):
             group["params"] = [run.twin for run in runs if run.group == i]
-            if "foreach" in group and foreach is None and not group.get("fused") and self.watched is None:
-                group["foreach"] = False  # as on shards
+            if self.watched is None:
+                group |= self._implementation(group, [run for run in runs if run.group == i])
         for run in runs:
             run.gather()
             run.twin.grad = run.gradient([gradients.pop(name) for name in run.names], changed)
@@ -216,14 +228,22 @@ class FlatUpdate:
             yield
         finally:
             flat, optimizer.state = optimizer.state, whole
-            for group, parameters, foreach in before:
-                group["params"] = parameters
-                if "foreach" in group and self.watched is None:
-                    group["foreach"] = foreach
+            for group, was in before:
+                chosen = ("params", *(_IMPLEMENTATIONS & was.keys() if self.watched is None else ()))
+                group |= {name: was[name] for name in chosen}
             for run in runs:
                 run.twin.grad = None
                 run.scatter()
                 self._keep(run, flat.get(run.twin, {}))
+
+    def _implementation(self, group: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, bool]:
+        """What a group without an implementation of the user's choice computes these runs by: one kernel for each if
+        torch has it and this update fuses, or else those of a parameter."""
+        if group.get("foreach") is not None or group.get("fused"):
+            return {}
+        if self._fuses and group.get("fused", False) is None and all(run.can_be_fused for run in runs):
+            return {"fused": True}
+        return {"foreach": False} if "foreach" in group else {}
 
     def settle(self) -> None:
         """Have the optimizer's state in the order of its parameters, as a step of each would, and remember it."""
