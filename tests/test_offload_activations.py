@@ -28,8 +28,8 @@ from shardgraph.report.analysis import analyze_program
 from shardgraph.report.step import program_memory
 from shardgraph.runtime.host import is_on_host
 from shardgraph.runtime.measure import PeakMemory
-from shardgraph.torch_api import boxed
 from tests import pipelines, ranks
+from tests.as_run import as_run
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.zoo import Deep, make, scalar, shorter
@@ -283,7 +283,7 @@ def test_the_bytes_of_each_half_are_those_of_the_prediction():
     ]
     forward = PeakMemory().track(values)
     with torch.no_grad(), forward:
-        results = boxed(program.forward)(list(values))
+        results = as_run(program.forward)(list(values))
     assert forward.peak_bytes == profile_memory(program.forward).peak_bytes
     del values
     made = dict(zip((role for role, _ in ir.outputs(program.forward)), results, strict=True))
@@ -298,7 +298,7 @@ def test_the_bytes_of_each_half_are_those_of_the_prediction():
     del on_host
     made.clear()
     with torch.no_grad(), backward:
-        boxed(program.backward)(values)
+        as_run(program.backward)(values)
     assert backward.peak_bytes == profile_memory(program.backward).peak_bytes
 
 

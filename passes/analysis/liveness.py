@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -218,7 +218,7 @@ class Storage:
 def _follow(gm: fx.GraphModule, start: int, left: dict[Role, list[Storage]], granule: int) -> list[Storage]:
     """The storages of one graph, whose first node is point ``start``; updates ``left`` for later graphs."""
     known = {storage for held in left.values() for storage in held}
-    held = storages_of(gm, granule, start, left)
+    held = storages_as_run(gm, granule, start, left)
     for node in on_host(gm):
         for storage in held[node]:
             if storage.place == "device":  # a storage of an earlier graph may be on disk already
@@ -249,29 +249,9 @@ def storages_of(
 ) -> dict[fx.Node, list[Storage]]:
     """The storages of each node's value, one per tensor in it, with deaths; views share those of their base.
 
-    ``start`` is the point of the first node, ``left`` are storages of earlier graphs.
+    That is if nothing works in place. ``start`` is the point of the first node, ``left`` are storages of earlier
+    graphs.
     """
-    held = _separate_storages(gm, granule, start, left)
-    return _moved(held, overwrites(gm, held, start))
-
-
-def _moved(held: dict[fx.Node, list[Storage]], in_place: Iterable[fx.Node]) -> dict[fx.Node, list[Storage]]:
-    """The storages if these operations work in place."""
-    moved: dict[Storage, Storage] = {}
-    for node in in_place:
-        (before,), (now,) = held[node.args[0]], held[node]
-        moved[now] = moved.get(before, before)
-    if moved:
-        for now, before in moved.items():
-            before.death = max(before.death, now.death)
-        held = {node: [moved.get(storage, storage) for storage in each] for node, each in held.items()}
-    return held
-
-
-def _separate_storages(
-    gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
-) -> dict[fx.Node, list[Storage]]:
-    """As :func:`storages_of`, if nothing works in place."""
     held: dict[fx.Node, list[Storage]] = {}
     inputs: dict[torch.UntypedStorage, Storage] = {}
     stored: dict[fx.Node, fx.Node] | None = None
@@ -297,6 +277,16 @@ def _separate_storages(
                 for tensor in _tensors(value)
             ]
     _set_deaths(list(gm.graph.nodes), held, start)
+    return held
+
+
+def storages_as_run(
+    gm: fx.GraphModule, granule: int = 1, start: int = 0, left: Mapping[Role, list[Storage]] = MappingProxyType({})
+) -> dict[fx.Node, list[Storage]]:
+    """As :func:`storages_of`, but what works in place takes over the memory of its operand."""
+    held = storages_of(gm, granule, start, left)
+    for _, operand in list(overwrites(gm, held, start)):
+        held[operand][0].death -= 1
     return held
 
 
@@ -333,13 +323,13 @@ def _follow_on(places: list[Any], shards: list[tuple[fx.Node, int]]) -> bool:
 
 
 def settle_memory(gm: fx.GraphModule) -> frozenset[Role]:
-    """Note which operations of a bound graph work in place (``IN_PLACE``); returns the results that have a storage of
-    their own and fill it: no input and no other result is in it."""
-    held = _separate_storages(gm)
-    in_place = list(overwrites(gm, held))
-    for node in in_place:
+    """Note which operations of a bound graph work in place, in their first operand (``IN_PLACE``); returns the results
+    that have a storage of their own and fill it: no input and no other result is in it."""
+    held = storages_of(gm)
+    for node, operand in overwrites(gm, held):
         IN_PLACE.set(node, True)
-    held = _moved(held, in_place)
+        if node.args[0] is not operand:
+            node.args = (operand, *(arg for arg in node.args if arg is not operand))
     results = [(role, value) for role, value in ir.outputs(gm) if isinstance(value, fx.Node)]
     uses = Counter(storage for _, value in results for storage in held[value])
     given = {storage for node in gm.graph.nodes if node.op in ("placeholder", "get_attr") for storage in held[node]}
@@ -374,6 +364,8 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     if aliased is None or not isinstance(value, (tuple, list, torch.Tensor)):
         return [(value, None)]
     values = [value] if len(aliased) == 1 else value  # a single result may be a list of views, as of split
+    if IN_PLACE.get(node):  # in a memory that is no more that of its operand
+        return [(each, None) for each in values]
     return [(v, _argument(node, *place) if place else None) for v, place in zip(values, aliased, strict=True)]
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardgraph.passes.analysis.liveness import Storage, storages_of
+from shardgraph.passes.analysis.liveness import Storage, storages_as_run
 from shardgraph.passes.milp import NoSolution, Program
 from shardgraph.passes.partition.split import after_tangents, forward_nodes
 from shardgraph.passes.recompute.values import Values
@@ -71,18 +71,14 @@ def backward_steps(gm: fx.GraphModule, values: Values, granule: int = 1) -> list
     Storage sizes are rounded up to ``granule`` bytes.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    stored = storages_of(gm, granule)
+    stored = storages_as_run(gm, granule)
     late, inside = after_tangents(gm), forward_nodes(gm)
     mine = [node for node in gm.graph.nodes if node.op == "call_function" and node in late]
     others = {s for node in gm.graph.nodes if node not in late for s in stored[node]}
     births = {s: order[node] for node in reversed(mine) for s in stored[node] if s not in others}
-    end: dict[Storage, int] = {}
-    for node in mine:
-        for s in stored[node]:
-            end[s] = max(end.get(s, 0), *(order[user] for user in (node, *node.users)))
     steps: list[Step] = []
     for node in mine:
-        own = sum(s.nbytes for s, birth in births.items() if birth <= order[node] <= end[s])
+        own = sum(s.nbytes for s, birth in births.items() if birth <= order[node] <= s.death)
         reads = frozenset(s for operand in _forward_operands(node, late, inside) for s in values.held.get(operand, ()))
         if reads or not steps or own > steps[-1].own:  # else the previous step implies it
             steps.append(Step(reads, own))

@@ -45,8 +45,8 @@ class Ledger(TorchDispatchMode):
     """Books every storage on ``device`` that operations allocate in the block, from its allocation until it is freed.
 
     A storage is a temporary of the module that ``place()`` names when it is allocated, unless :meth:`hold` says what it
-    is. ``moments`` are what was live after every operation that allocated, ``most`` the most bytes of each module's own
-    by kind.
+    is. ``moments`` are what was live after every operation that allocated, or wrote, ``most`` the most bytes of each
+    module's own by kind.
     """
 
     def __init__(self, device: torch.device, place: Callable[[], Place]) -> None:
@@ -91,7 +91,7 @@ class Ledger(TorchDispatchMode):
         for tensor in new:
             if tensor.untyped_storage() not in self._booked:
                 self._allocate(tensor, place.module, TEMPORARIES)
-        if new:
+        if new or (func._schema.is_mutable and place.half != "optimizer"):  # what is written is another value
             memory = {kind: nbytes for kind, nbytes in self._by_kind.items() if nbytes}
             self.moments.append(Moment(place.half, place.module, func.__name__, memory))
         return result

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardgraph import ir, torch_api
 from shardgraph.arguments import MODEL, OPTIMIZER, checked
 from shardgraph.errors import ShardGraphError
+from shardgraph.ir.attributes import IN_PLACE
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.analysis.liveness import KINDS, kinds_of
 from shardgraph.passes.analysis.names import module_of
@@ -188,8 +189,10 @@ class MemoryTracker:
             module = "" if path is None else ".".join(filter(None, (path, module_of(node))))
             self._here = Place(half, module)
             value = call()
+            if IN_PLACE.get(node):
+                self._ledger.rebook(value, module, *kinds[node])
             # What is unpacked of a bucket is of a module each, and is held one by one.
-            if node.op != "output" and node.target not in (ir.buckets.unpack, ir.buckets.unpack_parts):
+            elif node.op != "output" and node.target not in (ir.buckets.unpack, ir.buckets.unpack_parts):
                 self._ledger.hold(value, module, kinds[node])
             return value
 

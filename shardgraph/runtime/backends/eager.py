@@ -10,7 +10,7 @@ from torch import fx
 
 from shardgraph import torch_api
 from shardgraph.ir.attributes import IN_PLACE
-from shardgraph.passes.analysis.overwrites import WRITES
+from shardgraph.passes.analysis.overwrites import write_in_place
 from shardgraph.runtime.backends.gloo import suit_gloo
 from shardgraph.runtime.layouts import suit_layouts
 from shardgraph.runtime.side_by_side import read_where_stored
@@ -18,10 +18,11 @@ from shardgraph.runtime.watch import flight
 
 
 def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """The graph as Python, with gradients reduced and shards gathered where they are."""
+    """The graph as Python, with gradients reduced and shards gathered where they are, and no memory for what may be in
+    that of an operand."""
     for node in gm.graph.nodes:
         if IN_PLACE.get(node):
-            node.target = WRITES[node.target]
+            write_in_place(node)
     suit(gm)
     with flight.noting(gm):
         return torch_api.boxed(gm)

@@ -19,7 +19,7 @@ from shardgraph import ir, torch_api
 from shardgraph.ir.attributes import IN_PLACE
 from shardgraph.ir.operations import is_view
 from shardgraph.passes.analysis.names import layer_of, module_of
-from shardgraph.passes.analysis.overwrites import WRITES
+from shardgraph.passes.analysis.overwrites import REDUCTIONS, write_in_place
 from shardgraph.runtime.backends.gloo import add_parts
 
 aten = torch.ops.aten
@@ -90,8 +90,8 @@ def call_regions(gm: fx.GraphModule, compiled: Callable[[Region], Run]) -> fx.Gr
         if isinstance(unit, fx.Node) or not unit.is_worth_it:
             for node in [unit] if isinstance(unit, fx.Node) else unit.nodes:
                 env[node] = ir.copy_node(graph, node, env.__getitem__)
-                if IN_PLACE.get(node) and _is_alone(node.args[0]):
-                    env[node].target = WRITES[node.target]
+                if node.target in REDUCTIONS and IN_PLACE.get(node) and _is_alone(node.args[0]):
+                    write_in_place(env[node])
             continue
         if (text := unit.text()) not in made:
             made[text] = compiled(unit)
