@@ -45,9 +45,9 @@ def overwrites(
             if storage not in made:
                 made[storage] = _is_made(node)
         for operand in _operands(node):
-            (storage,) = held[operand]
+            dying = [storage for storage in held[operand] if made[storage] and storage.death == point]
             others = (other for other in node.all_input_nodes if other is not operand)
-            if made[storage] and storage.death == point and not any(storage in held[other] for other in others):
+            if dying and not any(dying[0] in held[other] for other in others) and _is_laid_out_as(operand, node):
                 yield node, operand
                 break
 
@@ -60,13 +60,11 @@ def write_in_place(node: fx.Node) -> None:
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands of a node that are laid out as its result, and that its operation has a form to write into."""
+    """The operands of a node that its operation has a form to write into."""
     if node.op != "call_function" or _in_place(node.target) is None:
         return
     commutes = node.target in _COMMUTE and not node.kwargs and len(node.args) == 2
-    for operand in node.args[: 2 if commutes else 1]:
-        if isinstance(operand, fx.Node) and _is_laid_out_as(operand.meta.get("val"), node.meta.get("val")):
-            yield operand
+    yield from (each for each in node.args[: 2 if commutes else 1] if isinstance(each, fx.Node))
 
 
 @cache
@@ -85,9 +83,10 @@ def _in_place(target: Any) -> Any:
     )
 
 
-def _is_laid_out_as(operand: Any, result: Any) -> bool:
+def _is_laid_out_as(given: fx.Node, node: fx.Node) -> bool:
     """Whether an operand may become the result: alike, and alone in its memory, of which a result would hold more than
     it needs otherwise."""
+    operand, result = given.meta.get("val"), node.meta.get("val")
     if not isinstance(operand, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     if (operand.dtype, operand.shape, operand.device) != (result.dtype, result.shape, result.device):
