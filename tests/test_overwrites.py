@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,12 @@ def still_being_sent(build: Build) -> Sequence[fx.Node]:
     return [build(ir.WAIT, start), divided]
 
 
+def read_later_through_an_undeclared_view(build: Build) -> Sequence[fx.Node]:
+    made = build(aten.neg.default, build.x)
+    pieces = build(aten.unsafe_split.Tensor, made, 8)
+    return [build(aten.div.Tensor, made, 2), build(aten.cumsum.default, build(operator.getitem, pieces, 1), 0)]
+
+
 def part_of_more(build: Build) -> Sequence[fx.Node]:
     made = build(aten.neg.default, build.x)
     return [build(aten.div.Tensor, build(aten.slice.Tensor, made, 0, 0, 4), 2)]
@@ -125,6 +132,7 @@ def of_unknown_operation(build: Build) -> Sequence[fx.Node]:
         also_a_result,
         read_later,
         read_later_through_a_view,
+        read_later_through_an_undeclared_view,
         still_being_sent,
         part_of_more,
         by_a_view_of_itself,

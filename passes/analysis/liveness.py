@@ -54,6 +54,8 @@ _UNDECLARED_VIEWS = {
     ir.local_chunk,
     ir.buckets.unpack,
     torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
 }
 
 
