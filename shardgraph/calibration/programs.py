@@ -17,8 +17,10 @@ from torch import fx, nn
 from shardgraph import torch_api
 from shardgraph.ir import Buffer, Gradient, Input, Parameter, Role, Tangent, outputs, placeholders
 from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.liveness import settle_memory
 from shardgraph.passes.lowering import build_program
 from shardgraph.plans.presets import preset
+from shardgraph.runtime.backends import eager
 from shardgraph.runtime.bind import bind
 
 T = TypeVar("T")
@@ -131,6 +133,8 @@ class Step:
     def _timed(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Callable[[list[Any]], Any]]:
         """The graph with a reading of the clock after each operation, and the code of it that the executor runs."""
         bound = bind(gm, None)
+        settle_memory(bound)
+        eager.overwrite(bound)
         for node in list(bound.graph.nodes):
             if node.op == "call_function":
                 with bound.graph.inserting_after(node):

@@ -20,12 +20,17 @@ from shardgraph.runtime.watch import flight
 def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """The graph as Python, with gradients reduced and shards gathered where they are, and no memory for what may be in
     that of an operand."""
-    for node in gm.graph.nodes:
-        if IN_PLACE.get(node):
-            write_in_place(node)
+    overwrite(gm)
     suit(gm)
     with flight.noting(gm):
         return torch_api.boxed(gm)
+
+
+def overwrite(gm: fx.GraphModule) -> None:
+    """Let the operations of a bound graph that may do so work in place."""
+    for node in gm.graph.nodes:
+        if IN_PLACE.get(node):
+            write_in_place(node)
 
 
 def suit(gm: fx.GraphModule) -> None:
