@@ -342,7 +342,9 @@ def checkpointed(offload_to_cpu: bool | None) -> dict[str, Any]:
     return {
         "type": type(output["answer"]).__name__,
         "keys": list(output),
-        "recomputed": sum("tanh.default" in str(node.target) for node in model.backward_graph.graph.nodes),
+        "recomputed": sum(
+            str(node.target) in ("aten.tanh.default", "aten.tanh_.default") for node in model.backward_graph.graph.nodes
+        ),
         "annotations": [str(each) for _, each in model.plan.annotations],
     }
 
