@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.resources
+import os
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,8 @@ def test_an_installed_wheel_verifies_a_plan_and_has_its_command(distributions, t
         "model, x = torch.nn.Linear(4, 6), torch.randn(4, 4)\n"
         "print(shardgraph.__file__); print(shardgraph.verify(model, (x,), plan='fsdp', world_size=2))\n"
     )
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=alone, check=True)
     where, verdict, *_ = run([python, script]).stdout.splitlines()
     assert where.startswith(str(site)) and verdict.startswith("equal: plan fsdp")
     assert run([tmp_path / "venv" / "bin" / "shardgraph", "--version"]).stdout.strip() == f"shardgraph {VERSION}"
