@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardgraph
 
@@ -115,6 +116,12 @@ def test_an_installed_wheel_verifies_a_plan_and_has_its_command(distributions, t
 def test_the_changelog_and_the_citation_are_of_this_version():
     assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_importing_every_name_leaves_those_of_torch_and_python_as_they_are():
+    names: dict[str, object] = {}
+    exec("from torch import nn\nfrom shardgraph import *", names)
+    assert names["nn"] is torch.nn and names["plan"] is shardgraph.plan and not {"input", "compile"} & names.keys()
 
 
 def test_every_public_name_exists_and_is_documented():
