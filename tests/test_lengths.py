@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import warnings
 
 import pytest
@@ -63,12 +64,26 @@ def test_a_program_after_the_first_is_told_with_what_differs_from_the_nearest(ca
     with caplog.at_level("INFO", "shardgraph"):
         sharded = compiled(padded.Told())
         sharded(x(2, 4))
-        assert not caplog.messages
+        caplog.clear()
         call(sharded)
         (message,) = caplog.messages
         assert message.startswith("compiled another program in ") and message.endswith(f" s: {told}"), message
         call(sharded)
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("grad", "what"), [(True, "forward and backward"), (False, "forward alone")])
+def test_the_first_program_is_told_with_what_it_is_for(grad, what, caplog):
+    sharded = compiled(padded.Told())
+    with caplog.at_level("INFO", "shardgraph"), torch.set_grad_enabled(grad):
+        sharded(x(2, 4), True)
+        sharded(x(2, 4), True)
+    (message,) = caplog.messages
+    assert re.fullmatch(
+        rf"compiled the first program in \d+\.\d s, {what}, for input 0 \(x\): a tensor of shape \[2, 4\], "
+        r"torch.float32, input 1 \(twice\): True\. Calls with other shapes, dtypes or modes have others",
+        message,
+    )
 
 
 class Branches(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.resources
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardgraph
 
@@ -104,7 +106,8 @@ def test_an_installed_wheel_verifies_a_plan_and_has_its_command(distributions, t
         "model, x = torch.nn.Linear(4, 6), torch.randn(4, 4)\n"
         "print(shardgraph.__file__); print(shardgraph.verify(model, (x,), plan='fsdp', world_size=2))\n"
     )
-    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=alone, check=True)
     where, verdict, *_ = run([python, script]).stdout.splitlines()
     assert where.startswith(str(site)) and verdict.startswith("equal: plan fsdp")
     assert run([tmp_path / "venv" / "bin" / "shardgraph", "--version"]).stdout.strip() == f"shardgraph {VERSION}"
@@ -113,6 +116,12 @@ def test_an_installed_wheel_verifies_a_plan_and_has_its_command(distributions, t
 def test_the_changelog_and_the_citation_are_of_this_version():
     assert f"## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
     assert f"version: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_importing_every_name_leaves_those_of_torch_and_python_as_they_are():
+    names: dict[str, object] = {}
+    exec("from torch import nn\nfrom shardgraph import *", names)
+    assert names["nn"] is torch.nn and names["plan"] is shardgraph.plan and not {"input", "compile"} & names.keys()
 
 
 def test_every_public_name_exists_and_is_documented():

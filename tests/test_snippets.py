@@ -29,9 +29,13 @@ def snippets(page: Path) -> Iterator[str]:
     text = page.read_text()
     yield from re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
     rest = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    for indented in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", rest, re.MULTILINE):
-        yield re.sub(r"^    ", "", indented, flags=re.MULTILINE)
+    yield from indented(rest)
     yield from re.findall(r"`([^`\n]+)`", rest)
+
+
+def indented(text: str) -> Iterator[str]:
+    for block in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", text, re.MULTILINE):
+        yield re.sub(r"^    ", "", block, flags=re.MULTILINE)
 
 
 def calls(page: Path) -> Iterator[ast.Call]:
@@ -93,6 +97,25 @@ def test_commands_on_a_page_are_there_with_their_options(page: Path) -> None:
 def code_of(page: str) -> str:
     code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     return code
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_short_snippets_of_the_readme_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, _, text = (ROOT / "README.md").read_text().partition("```python\n")
+    script, _, text = text.partition("```\n")
+    space: dict[str, Any] = {}
+    exec(script.partition("\n\n")[0], space)  # its imports
+    pieces = [piece for piece in indented(text) if "shardgraph." in piece]
+    for piece in pieces:
+        exec(piece, space)
+    shown = capsys.readouterr().out
+    for line in ("equal: plan fsdp on 4 ranks", "proved: ", "plan fsdp on H100", "chosen by 'auto'", "best plan"):
+        assert line in shown
+    assert len(pieces) == 5 and (tmp_path / "plan.svg").exists()
 
 
 @pytest.mark.slow

@@ -330,6 +330,12 @@ def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():
         run_lockstep(graph, (("dp", 2),), inputs)
 
 
+def test_a_plan_file_is_verified_on_the_mesh_that_it_has(tmp_path):
+    shardgraph.preset("fsdp", {"dp": 4}).save(tmp_path / "plan.yaml")
+    report = shardgraph.verify(torch.nn.Linear(4, 4), (torch.randn(4, 4),), tmp_path / "plan.yaml")
+    assert report.ok and report.plan.whole_mesh == (("dp", 4),)
+
+
 def test_a_mesh_that_the_plan_is_not_for_is_refused():
     plan = shardgraph.preset("fsdp", {"dp": 2})
     with pytest.raises(shardgraph.PlanError, match="is for the mesh"):

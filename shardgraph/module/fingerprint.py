@@ -17,7 +17,7 @@ def fingerprint(model: nn.Module, may_differ: Callable[[str], bool] = lambda nam
     Ranks may have different values of those whose names ``may_differ`` is true for.
     """
     lines = [
-        f"{name}: {list(p.shape)} {p.dtype} {'' if may_differ(name) else digest(p)}"
+        f"{name}: {list(p.shape)} {p.dtype} {'' if may_differ(name) else f'values {digest(p)}'}"
         for name, p in model.named_parameters()
     ]
     return "\n".join([type(model).__name__, *lines])

@@ -1,4 +1,4 @@
-"""What is told of a module's programs after the first: why each was compiled, and when there are too many."""
+"""What is told of a module's programs: what each was compiled for, or why, and when there are too many."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ class Recompiled:
         reasons = [f"no longer {changed}"] if changed else self._reasons(key, others)
         if reasons:
             log.info("compiled another program in %.1f s: %s", seconds, "; ".join(reasons))
+        elif not self._alike:
+            graphs = "forward and backward" if key.grad else "forward alone"
+            names = input_names(self._model, key.structure)
+            inputs = ", ".join(f"{name}: {_described(kind)}" for name, kind in zip(names, key.inputs, strict=True))
+            told = (
+                "compiled the first program in %.1f s, %s, for %s. Calls with other shapes, dtypes or modes have others"
+            )
+            log.info(told, seconds, graphs, inputs or "no inputs")
         alike = self._alike[key.without_shapes]
         alike[key.inputs] = alike.get(key.inputs, 0.0) + seconds
         if len(alike) >= self._many and not self._warned:

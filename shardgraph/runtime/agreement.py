@@ -275,7 +275,7 @@ class Agreement:
         differing = sorted(rank for ranks in others for rank in ranks)
         message = (
             f"the ranks differ in {posts[0][1]}: {named(differing)} from {named(majority)}. Give every rank the "
-            "same; only the content of its batch may differ"
+            "same, with weights from one seed or checkpoint; only the content of its batch may differ"
         )
         return "\n".join([message, *self._differences(store, *((rank, f"text/{rank}") for rank in shown))])
 
