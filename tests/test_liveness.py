@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -113,6 +114,17 @@ def test_padding_a_shard_costs_only_where_rows_are_missing(build: Builder, rows:
     x = build.given(Input(0), 4)
     padded = build.call(ir.pad_shard, x, rows, kilobytes=rows * 4 // KB)
     assert build.profile((Output(0), padded)).peak_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parts", "expected"), [([KB], 1, 8), ([512, 512], 1, 8), ([KB], 2, 8), ([512, 512], 2, 12)]
+)
+def test_unpacking_costs_only_what_does_not_lie_together(build: Builder, shapes, parts: int, expected: int) -> None:
+    given = build.call(aten.neg.default, build.given(Input(0), 4), kilobytes=4)
+    unpacked = build.call(ir.buckets.unpack_parts, given, [[each] for each in shapes], parts, kilobytes=4)
+    VALUE.set(unpacked, [build.vector(4 // len(shapes)) for _ in shapes])
+    pieces = [build.call(operator.getitem, unpacked, i, kilobytes=4 // len(shapes)) for i in range(len(shapes))]
+    assert build.profile(*((Output(i), piece) for i, piece in enumerate(pieces))).peak_bytes == expected * KB
 
 
 def test_saved_values_and_tangents_die_but_parameters_stay(build: Builder) -> None:

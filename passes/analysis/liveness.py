@@ -359,6 +359,8 @@ def _results(node: fx.Node) -> list[tuple[Any, fx.Node | None]]:
     first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if node.target in _UNDECLARED_VIEWS:
         return [(value, first)]
+    if node.target is ir.buckets.unpack_parts:  # which are copies, but for those that lie together
+        return [(value, first if 1 in (len(node.args[1]), node.args[2]) else None)]
     if node.target is ir.pad_shard:
         whole = first is not None and first.meta["val"].shape[0] == value.shape[0]
         return [(value, first if whole else None)]
