@@ -113,7 +113,9 @@ def test_a_plan_for_another_mesh_is_refused():
 
 def test_auto_says_what_it_chose_and_why():
     assert "nothing to shard" in str(resolve_plan("auto", ()))
-    assert "least memory per rank on 2 ranks" in str(resolve_plan("auto", (("dp", 2),)))
+    unseen = str(resolve_plan("auto", (("dp", 2),)))
+    assert "least memory per rank on 2 ranks; without example inputs nothing was priced" in unseen
+    assert "no other plan, recomputation or mesh compared" in unseen
 
 
 def test_the_plan_in_the_documentation_is_a_plan():

@@ -279,6 +279,26 @@ def test_auto_takes_what_fits_only_with_recomputation():
     assert chosen.recompute not in ("none", "budget") and "chosen by 'auto'" in chosen.note
 
 
+class Scored(nn.Module):
+    """A layer, and a loss over many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.scores = nn.Linear(16, 16), nn.Linear(16, 20_000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.scores(self.hidden(x).relu()), torch.zeros(len(x), dtype=torch.long))
+
+
+def test_a_budget_that_cannot_be_met_is_told_with_what_offload_and_chunks_would_come_to():
+    with pytest.raises(PlanError) as error:
+        given = {"mesh": {}, "cluster": "H100", "memory": "3MiB", "recompute": "none"}
+        shardgraph.analyze(Scored(), (torch.randn(1024, 16),), "single", **given)
+    number = r": [\d.]+ [KM]iB, [\d.]+ \w+ a step"
+    assert re.search(rf"loss_chunk='64MiB'{number}", str(error.value)), error.value
+    assert re.search(rf"offload='all'{number}", str(error.value)), error.value
+
+
 def test_a_compiled_model_stays_within_the_memory_it_was_given_as_measured():
     model, x, budget = Deep(), rows(), int(2.5 * 2**20)
     expected = torch.autograd.grad(model(x), list(model.parameters()))
