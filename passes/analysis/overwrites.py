@@ -78,9 +78,8 @@ def _in_place(target: Any) -> Any:
     written = getattr(aten, f"{name}_", None)
     if written is not None and overload in written.overloads():
         return getattr(written, overload)
-    return (
-        getattr(target.overloadpacket, _INTO_GRADIENT) if _INTO_GRADIENT in target.overloadpacket.overloads() else None
-    )
+    packet = target.overloadpacket
+    return getattr(packet, _INTO_GRADIENT) if _INTO_GRADIENT in packet.overloads() else None
 
 
 def _is_laid_out_as(given: fx.Node, node: fx.Node) -> bool:
