@@ -9,12 +9,13 @@ from tests.standing import on_ranks
 from tests.zoo import ZOO
 
 
-@pytest.mark.quick("every plan of data")
+@pytest.mark.quick("every plan of data", "gradients copied*")
 @pytest.mark.parametrize(
     ("kinds", "plans"),
     [
         (["odd-mlp", "tied-transformer", "mixture"], ["fsdp"]),
         (["conv-batch-norm"], ["ddp", "zero1", "zero2", "fsdp kept"]),
+        (["vit"], ["zero1"]),
         (["llama"], ["tp", "tp+sp"]),
         (["tied-transformer"], ["fsdp bf16"]),
         pytest.param(list(ZOO), ["fsdp"], marks=pytest.mark.slow),
@@ -28,6 +29,7 @@ from tests.zoo import ZOO
     ids=[
         "some models",
         "every plan of data",
+        "gradients copied for the update",
         "divided operators",
         "mixed precision",
         "every model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import fx
 from shardgraph.cost_models.device import Device
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost, updates_of
 from shardgraph.cost_models.timeline import COMPUTE, Task
-from shardgraph.ir import Input, placeholders
+from shardgraph.ir import Gradient, Input, local_chunk, outputs, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, UpdateMemory, profile_step
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Row
@@ -145,7 +146,21 @@ def program_memory(
     of_host = update_memory(on_host, optimizer, in_files=program.plan.offload.optimizer_state)
     together = are_updated_together((on_device, on_host), program.plan.world_size)
     of_device = update_memory(on_device, optimizer, least=UPDATED_TOGETHER if together else 0)
+    if together and backward is not None:
+        most = max([UPDATED_TOGETHER, *on_device])
+        copied = _gathered_parts(backward, most)
+        copies = min(copied, most) if whole_step else copied
+        of_device = replace(of_device, temporaries=of_device.temporaries + copies)
     return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces, gloo=gloo)
+
+
+def _gathered_parts(backward: fx.GraphModule, most: int) -> int:
+    """Bytes of the gradients that are copied for updates of many shards, of up to ``most`` bytes, at a time: parts of
+    whole gradients do not lie side by side."""
+    gradients = (value for role, value in outputs(backward) if isinstance(role, Gradient))
+    parts = [each.meta["val"].nbytes for each in gradients if isinstance(each, fx.Node) and each.target is local_chunk]
+    small = [nbytes for nbytes in parts if nbytes < most]
+    return sum(small) if len(small) > 1 else 0
 
 
 def batch_of(program: Program) -> tuple[int, int]:
