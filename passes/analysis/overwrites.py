@@ -70,8 +70,8 @@ def _operands(node: fx.Node) -> Iterator[fx.Node]:
 @cache
 def _in_place(target: Any) -> Any:
     """The form of an operation that writes its first operand; None if it has none."""
-    if target in REDUCTIONS or target in _OTHERWISE_NAMED:
-        return REDUCTIONS.get(target) or _OTHERWISE_NAMED[target]
+    if (known := REDUCTIONS.get(target) or _OTHERWISE_NAMED.get(target)) is not None:
+        return known
     if not isinstance(target, OpOverload) or target.namespace != "aten" or torch.Tag.pointwise not in target.tags:
         return None
     name, overload = target._opname, target._overloadname

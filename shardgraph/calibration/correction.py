@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +83,7 @@ def remember(steps: Sequence[MeasuredStep], cluster: Cluster, folder: Path) -> N
     """
     jobs = [*_jobs(cluster, folder), steps][-_JOBS:]
     written = [[[float(f"{value:.4g}") for value in vars(step).values()] for step in job] for job in jobs]
-    correction = fitted([step for job in jobs for step in job])
-    of = f"{cluster.name}, {cluster.device.name}"
-    data = {"schema": _SCHEMA, "of": of, **asdict(correction), "jobs": written}
+    data = {"schema": _SCHEMA, "of": f"{cluster.name}, {cluster.device.name}", "jobs": written}
     write(_file(cluster, folder), yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 

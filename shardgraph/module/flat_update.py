@@ -38,8 +38,6 @@ from shardgraph.torch_api import local_tensor
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """The state that torch's element-wise optimizers have once for a parameter, whatever its shape."""
 
-_IMPLEMENTATIONS = frozenset({"foreach", "fused"})
-"""The options of a group that say which of torch's implementations of the same arithmetic it takes."""
 
 _values = methodcaller("values")
 log = logging.getLogger(__name__)
@@ -214,13 +212,14 @@ class FlatUpdate:
         After the last of a step's runs there must be a call of :meth:`settle`.
         """
         optimizer = self.optimizer
-        before = [(group, dict(group)) for group in optimizer.param_groups]
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         whole = optimizer.state
         optimizer.state = defaultdict(dict, {run.twin: dict(run.state) for run in runs if run.state})
-        for i, (group, _) in enumerate(before):
-            group["params"] = [run.twin for run in runs if run.group == i]
-            if self.watched is None:
-                group |= self._implementation(group, [run for run in runs if run.group == i])
+        for i, group in enumerate(optimizer.param_groups):
+            own = [run for run in runs if run.group == i]
+            given = {"params": [run.twin for run in own], **self._implementation(group, own)}
+            before.append((group, {name: group[name] for name in given}))
+            group |= given
         for run in runs:
             run.gather()
             run.twin.grad = run.gradient([gradients.pop(name) for name in run.names], changed)
@@ -228,18 +227,17 @@ class FlatUpdate:
             yield
         finally:
             flat, optimizer.state = optimizer.state, whole
-            for group, was in before:
-                chosen = ("params", *(_IMPLEMENTATIONS & was.keys() if self.watched is None else ()))
-                group |= {name: was[name] for name in chosen}
+            for group, replaced in before:
+                group |= replaced
             for run in runs:
                 run.twin.grad = None
                 run.scatter()
                 self._keep(run, flat.get(run.twin, {}))
 
     def _implementation(self, group: Mapping[str, Any], runs: Sequence[Run]) -> dict[str, bool]:
-        """What a group without an implementation of the user's choice computes these runs by: one kernel for each if
-        torch has it and this update fuses, or else those of a parameter."""
-        if group.get("foreach") is not None or group.get("fused"):
+        """What a group of torch's without an implementation of the user's choice computes these runs by: one kernel for
+        each if torch has it and this update fuses, or else those of a parameter."""
+        if self.watched is not None or group.get("foreach") is not None or group.get("fused"):
             return {}
         if self._fuses and group.get("fused", False) is None and all(run.can_be_fused for run in runs):
             return {"fused": True}

@@ -148,13 +148,13 @@ def program_memory(
     of_device = update_memory(on_device, optimizer, least=UPDATED_TOGETHER if together else 0)
     if together and backward is not None:
         most = max([UPDATED_TOGETHER, *on_device])
-        copied = _gathered_parts(backward, most)
+        copied = _copied_parts(backward, most)
         copies = min(copied, most) if whole_step else copied
         of_device = replace(of_device, temporaries=of_device.temporaries + copies)
     return profile_step(forward, backward, granule, of_device, of_host, workspaces=workspaces, gloo=gloo)
 
 
-def _gathered_parts(backward: fx.GraphModule, most: int) -> int:
+def _copied_parts(backward: fx.GraphModule, most: int) -> int:
     """Bytes of the gradients that are copied for updates of many shards, of up to ``most`` bytes, at a time: parts of
     whole gradients do not lie side by side."""
     gradients = (value for role, value in outputs(backward) if isinstance(role, Gradient))
