@@ -445,6 +445,13 @@ def test_compare_shows_what_two_plans_cost(tmp_path: Path, plan_file: Path) -> N
     assert "missing.yaml" in refusal("compare", plan_file, "missing.yaml", *job)
 
 
+def test_compare_takes_a_plan_by_name_on_a_mesh(plan_file: Path) -> None:
+    words = ["compare", plan_file, "ddp", "--model", f"{HERE}:mlp", "--cluster", "H100"]
+    meshes = [each for each in answer(*words, "--mesh", "dp=4")["decisions"] if each["part"] == "mesh"]
+    assert [each["second"] for each in meshes] == ["dp=4"]
+    assert "did you mean 'ddp'" in refusal("compare", plan_file, "dpd", *words[3:], "--mesh", "dp=4")
+
+
 def test_visualize_draws_a_plan(tmp_path: Path) -> None:
     job = ["visualize", f"{HERE}:mlp", "--mesh", "dp=2", "--cluster", "H100", "-o"]
     assert answer(*job, tmp_path / "plan.html") == {"wrote": str(tmp_path / "plan.html")}

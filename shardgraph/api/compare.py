@@ -33,6 +33,7 @@ def compare(
     example_inputs: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     cluster: Cluster | str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: str = "adamw",
     backend: str = "eager",
@@ -43,13 +44,15 @@ def compare(
     differently, ``.parts`` the costs as numbers that add up, and ``.ratio`` how the seconds per sample compare.
 
     Args:
-        first: a plan, which is analysed as by :func:`shardgraph.analyze`, or an analysis that was made.
+        first: a plan, its file or its name, which is analysed as by :func:`shardgraph.analyze`, or an analysis that
+            was made.
         second: likewise, of the same job: model, length of sequences, optimizer and cluster.
         model: the model of a plan; only shapes and dtypes of its tensors matter.
         example_inputs: positional inputs of one rank's call. A plan that was chosen for a global batch is analysed for
             calls of the size that it says, whatever the number of samples here.
         example_kwargs: keyword inputs of the same call.
         cluster: as for :func:`shardgraph.analyze`; an analysis has its own.
+        mesh: sizes by axis for a plan that is given by name; by default the whole cluster. Other plans have their own.
         loss_fn: likewise.
         optimizer: likewise.
         backend: likewise.
@@ -73,6 +76,7 @@ def compare(
         if isinstance(plan, Plan) and plan.samples_per_call is not None:
             call = call.resized(plan.samples_per_call, call.sequence)
         options: dict[str, Any] = {"cluster": cluster, "loss_fn": loss_fn, "optimizer": optimizer, "backend": backend}
-        return analyze(model, call.args, plan, example_kwargs=call.kwargs, **options)
+        axes = mesh if isinstance(plan, str) else None
+        return analyze(model, call.args, plan, example_kwargs=call.kwargs, mesh=axes, **options)
 
     return compared(priced(first), priced(second))

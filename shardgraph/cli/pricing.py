@@ -60,9 +60,12 @@ def analyze(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(help="A plan file.", show_default=False)],
+    first: Annotated[str, typer.Argument(help="A plan's file, or its name, such as fsdp+tp.", show_default=False)],
     second: Annotated[str, typer.Argument(help="Another of the same job.", show_default=False)],
     model: Annotated[str, typer.Option("--model", help="The model of both, as for analyze.", show_default=False)],
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Ranks along each axis, of plans given by name.")
+    ] = None,
     cluster: ClusterName = None,
     batch: Batch = None,
     sequence: Sequence = None,
@@ -72,16 +75,17 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Show what two plans decide differently, and what that costs or saves."""
+    axes = mesh_of(mesh)
     with working(f"read {first}, {second} and {model}"):
         from shardgraph.cli.model import job_of
-        from shardgraph.plans.plan import Plan
+        from shardgraph.plans.resolve import named_or_loaded
 
-        plans = Plan.load(first), Plan.load(second)
+        plans = named_or_loaded(first), named_or_loaded(second)
         job = job_of(model, batch, sequence, settings)
     _measure_machine(cluster)
     with working(f"compare {first} and {second}"):
         comparison = shardgraph.compare(
-            *plans, model=job.module, **job.call, cluster=cluster, optimizer=optimizer, backend=backend
+            *plans, model=job.module, **job.call, cluster=cluster, mesh=axes, optimizer=optimizer, backend=backend
         )
     data = {"decisions": comparison.decisions, "costs": comparison.parts, "ratio": comparison.ratio}
     result(comparison, data, as_json)

@@ -49,7 +49,7 @@ function scaled(value, step, units) {
 }
 const bytes = (n) => scaled(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
 const count = (n) => scaled(n, 1000, ["", "K", "M", "B", "T"]).trim();
-const flops = (n) => scaled(n / 1e6, 1000, ["MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
+const flops = (n) => scaled(n / 1e3, 1000, ["kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
 const seconds = (s) => (s >= 1 ? `${s.toFixed(2)} s` : s >= 1e-3 ? `${(s * 1e3).toFixed(2)} ms` : `${(s * 1e6).toFixed(1)} us`);
 
 // -- the table of modules: rows exist only where they are shown ---------------------------------------
