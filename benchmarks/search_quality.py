@@ -1,19 +1,23 @@
 """How good the automatic plan is as measured: beside every plan that a person would write by name, on gloo ranks.
 
-    python benchmarks/search_quality.py --ranks 2 --rounds 3
-    python benchmarks/search_quality.py --ranks 2 --rounds 3 --tune 10
+    python benchmarks/search_quality.py --ranks 2 --rounds 3 --finals 9 --tune 10
 
 Each job is a model with a batch; its plans are compiled on the same ranks of one thread each, and run in turns, round
-after round, so that what else the machine does falls on all alike. A plan's time is the median of its rounds, each of
-which is the median of some steps of the slowest rank, per sample. Memory limits of some jobs rule plans out, by
-prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch. With ``--tune`` there is
-also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds, for which it corrects what
-is known of this machine.
+after round, so that what else the machine does falls on all alike. A round of a plan is the median of some steps of the
+slowest rank, per sample. Memory limits of some jobs rule plans out, by prediction. The automatic plan is that of
+``shardgraph.plan``, whose ranks may share a batch. With ``--tune`` there is also the one that ``shardgraph.compile``
+takes after it has run the best for so many seconds, for which it corrects what is known of this machine; there each
+rank has its own batch, so it is compared with plans along data axes alone.
+
+Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
+the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
+those of these rounds alone, with their 95% bootstrap intervals.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import statistics
 import sys
@@ -30,6 +34,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
+from benchmarks.ratios import ratio
 from shardgraph.api.tune import measured_step
 
 SECONDS = 1.0  # of steps, in a round of a plan
@@ -100,59 +105,87 @@ JOBS = {
     "small parameters": Job(_small, _rows(32, 32)),
 }
 PLANS = ("ddp", "zero2", "fsdp", "tp", "tp+sp")
+OWN_BATCH = ("ddp", "zero2", "fsdp")  # whose ranks do not share one
 
 
-def on_rank(names: list[str], rounds: int, tune: float | None) -> dict[str, dict[str, float]]:
-    """Seconds per sample of each plan of each job, by its name; ``auto`` is the automatic one, ``tuned`` that which was
-    measured for ``tune`` seconds.
-    """
+class Outcome(NamedTuple):
+    """What one job has shown: seconds per sample of each plan, and the automatic ones beside the best by name."""
+
+    times: dict[str, float]
+    names: dict[str, str]
+    """The plan that ``auto`` or ``tuned`` is."""
+    beside: dict[str, tuple[str, list[float]]]
+    """The best plan by name that it may be, and its ratio to that, with the interval."""
+
+
+def on_rank(name: str, rounds: int, finals: int, tune: float | None) -> Outcome:
+    """The outcome of the job of this name; every rank has the same."""
     torch.set_num_threads(1)
-    world = dist.get_world_size()
-    found: dict[str, dict[str, float]] = {}
-    for name in names:
-        job = JOBS[name]
-        torch.manual_seed(0)
-        model, (args, kwargs) = job.model(), job.call()
-        options: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "memory": job.memory}
-        # Every rank finds the same: the search is deterministic, and so are the prices of this machine.
-        automatic = shardgraph.plan(
-            model, args, example_kwargs=kwargs, devices=world, memory=job.memory, progress=False
-        )
-        modules: dict[str, shardgraph.ShardedModule] = {}
-        measured = {"tuned": "auto"} if tune else {}
-        for plan, given in {"auto": automatic, **dict(zip(PLANS, PLANS, strict=True)), **measured}.items():
-            seconds = tune if plan == "tuned" else None
-            try:
-                modules[plan] = shardgraph.compile(copy.deepcopy(model), given, tune=seconds, progress=False, **options)
-            except shardgraph.PlanError:
-                continue
-        taken: dict[str, list[float]] = {plan: [] for plan in modules}
+    job = JOBS[name]
+    call = job.call()
+    modules = compiled(job, call, tune)
+    programs = {plan: program_text(module) for plan, module in modules.items()}
+    first_of = {plan: next(other for other in programs if programs[other] == programs[plan]) for plan in programs}
+
+    def in_turns(plans: list[str], rounds: int) -> dict[str, list[float]]:
+        taken: dict[str, list[float]] = {plan: [] for plan in plans}
         for turn in range(rounds):
-            order = list(modules)
-            for plan in order[turn % len(order) :] + order[: turn % len(order)]:  # the first of a round is slower
-                module = modules[plan]
-                taken[plan].append(measured_step(module, (args, kwargs), SECONDS) / module.plan.data_size)
-        chosen = ", tuned ".join(modules[plan].plan.name for plan in ("auto", "tuned") if plan in modules)
-        found[name] = {plan: statistics.median(values) for plan, values in taken.items()} | {f"is {chosen}": 0.0}
-    return found
+            at = turn % len(plans)  # the first of a round is slower
+            for plan in plans[at:] + plans[:at]:
+                seconds = measured_step(modules[plan], call, SECONDS)
+                taken[plan].append(seconds / modules[plan].plan.data_size)
+        return taken
+
+    rounded = in_turns(list(dict.fromkeys(first_of.values())), rounds)
+    times = {plan: statistics.median(rounded[first_of[plan]]) for plan in modules}
+    best = {
+        "auto": min((plan for plan in PLANS if plan in times), key=times.__getitem__),
+        "tuned": min((plan for plan in OWN_BATCH if plan in times), key=times.__getitem__, default="auto"),
+    }
+    rivals = {plan: best[plan] for plan in best if plan in modules}
+    again = in_turns(list(dict.fromkeys(first_of[plan] for pair in rivals.items() for plan in pair)), finals)
+    beside = {plan: (rival, ratio(again[first_of[plan]], again[first_of[rival]])) for plan, rival in rivals.items()}
+    return Outcome(times, {plan: modules[plan].plan.name for plan in rivals}, beside)
+
+
+def compiled(job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], tune: float | None) -> dict[str, Any]:
+    """The job's module under each plan that it may have, the automatic ones first."""
+    torch.manual_seed(0)
+    model, (args, kwargs) = job.model(), call
+    options: dict[str, Any] = {"example_kwargs": kwargs, "memory": job.memory, "progress": False}
+    # Every rank finds the same: the search is deterministic, and so are the prices of this machine.
+    automatic = shardgraph.plan(model, args, devices=dist.get_world_size(), **options)
+    wanted = {"auto": automatic} | ({"tuned": "auto"} if tune else {}) | {plan: plan for plan in PLANS}
+    modules = {}
+    for plan, given in wanted.items():
+        seconds = tune if plan == "tuned" else None
+        with contextlib.suppress(shardgraph.PlanError):  # it does not fit
+            modules[plan] = shardgraph.compile(
+                copy.deepcopy(model), given, example_inputs=args, tune=seconds, **options
+            )
+    return modules
+
+
+def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
+    """What a module runs: equal of modules that run the same."""
+    return (str(module.plan.whole_mesh), str(module.forward_graph.graph), str(module.backward_graph.graph))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--finals", type=int, default=9, help="rounds of the automatic plans and the best by name")
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), help="names of jobs (default: all)")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     options = parser.parse_args()
     print(f"{options.ranks} gloo ranks of one thread; milliseconds per sample")
     for job in options.jobs:
-        (found, *_) = shardgraph.launch(on_rank, options.ranks, args=([job], options.rounds, options.tune), timeout=600)
-        times = {plan: value for plan, value in found[job].items() if value}
-        chosen = next(plan for plan, value in found[job].items() if not value)
-        best = min((plan for plan in times if plan in PLANS), key=times.__getitem__)
-        cells = "  ".join(f"{plan} {1e3 * value:.2f}" for plan, value in times.items())
-        shares = "  ".join(f"{times[plan] / times[best]:.2f}" for plan in ("auto", "tuned") if plan in times)
-        print(f"{job:<26}auto {chosen:<26}{shares} of {best:<7} {cells}", flush=True)
+        given = (job, options.rounds, options.finals, options.tune)
+        (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
+        for plan, (rival, (middle, low, high)) in found.beside.items():
+            print(f"{job:<26}{plan:<6}is {found.names[plan]:<12}{middle:.2f} [{low:.2f}, {high:.2f}] of {rival}")
+        print("    " + "  ".join(f"{plan} {1e3 * value:.2f}" for plan, value in found.times.items()), flush=True)
 
 
 if __name__ == "__main__":

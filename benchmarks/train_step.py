@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import platform
-import random
 import re
 import statistics
 import sys
@@ -42,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
 from benchmarks.lion import Lion
+from benchmarks.ratios import ratio
 from benchmarks.training_jobs import JOBS
 from shardgraph.plans.presets import preset as preset_of
 
@@ -153,14 +153,6 @@ def measure(options: argparse.Namespace, made: Made = Contender) -> dict[str, An
         }
         for c in contenders
     }
-
-
-def ratio(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """The median ratio of the rounds' times, and its 95% interval over 2,000 draws of as many rounds."""
-    ratios = [mine / theirs for mine, theirs in zip(times, base, strict=True)]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return [statistics.median(ratios), medians[50], medians[-51]]
 
 
 def peak_memory(options: argparse.Namespace, name: str, made: Made = Contender) -> dict[str, float]:

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import statistics
 import sys
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
+from benchmarks.ratios import ratio
 from benchmarks.training_jobs import JOBS
 from shardgraph.runtime import watch
 from shardgraph.runtime.watch import flight, watcher
@@ -139,14 +139,13 @@ def measure(plan: str, rounds: int) -> dict[str, Any]:
                 times[name].append(turn(watched if name == "watched" else plain, sent[0]))
     figures: dict[str, Any] = {"steps_a_turn": sent[0]}
     for place, kind in enumerate(("wall", "processor")):
-        ratios = [a[place] / b[place] for a, b in zip(times["watched"], times["plain"], strict=True)]
-        choose = random.Random(0)
-        drawn = sorted(statistics.median(choose.choices(ratios, k=len(ratios))) for _ in range(2000))
+        with_it, without_it = ([each[place] for each in times[name]] for name in ("watched", "plain"))
+        middle, *interval = ratio(with_it, without_it)
         figures[kind] = {
-            "watched_s": statistics.median(each[place] for each in times["watched"]),
-            "plain_s": statistics.median(each[place] for each in times["plain"]),
-            "ratio": statistics.median(ratios),
-            "interval": [drawn[50], drawn[-50]],
+            "watched_s": statistics.median(with_it),
+            "plain_s": statistics.median(without_it),
+            "ratio": middle,
+            "interval": interval,
         }
     figures["added_up"] = added_up(watched, figures["processor"]["plain_s"])
     return figures
