@@ -86,6 +86,27 @@ def test_of_a_small_model_something_is_left_to_be_hidden():
     assert half < filling == bucket_bytes(plan, NODE, 1000 * filling)
 
 
+def test_where_communication_slows_computation_less_is_left_to_be_hidden():
+    """A collective that lengthens the computation that it overlaps with is hidden for nothing, and has its latency."""
+    plan, total = preset("zero2", {"dp": 4}), bucket_bytes(preset("zero2", {"dp": 4}), NODE)
+    sizes = [bucket_bytes(plan, replace(NODE, overlap=overlap), total) for overlap in (1.0, 0.5, 0.1, 0.0)]
+    assert sizes[0] == sizes[1] < sizes[2] <= sizes[3] <= bucket_bytes(plan, NODE)
+
+
+@pytest.mark.parametrize(("width", "layers", "rows", "overlap"), [(512, 8, 4, 1.0), (1024, 4, 64, 0.5)])
+def test_neither_half_nor_twice_the_buckets_is_faster(width, layers, rows, overlap):
+    model, args = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), (torch.zeros(rows, width),)
+    cluster = replace(NODE, overlap=overlap)
+    options = {"plan": "auto", "mesh": {"dp": 4}, "cluster": cluster, "recompute": "none"}
+    plan = shardgraph.analyze(model, args, **options).plan
+
+    def seconds(bucket: int) -> float:
+        return shardgraph.analyze(model, args, replace(plan, bucket=bucket), cluster=cluster).time.total
+
+    assert plan.bucket
+    assert seconds(plan.bucket) <= min(seconds(2 * plan.bucket), seconds(plan.bucket // 2), seconds(0))
+
+
 def test_one_rank_has_no_buckets():
     assert bucket_bytes(preset("fsdp", {"dp": 1}), NODE) == 0
 

@@ -25,6 +25,7 @@ from shardgraph import (
 )
 from shardgraph.capture.capture import capture
 from shardgraph.ir.attributes import RECOMPUTE
+from shardgraph.passes import milp
 from shardgraph.passes.analysis.names import Name, module_of, names_of
 from shardgraph.passes.analysis.random_state import check_random_state
 from shardgraph.passes.analysis.rows import Prices
@@ -203,6 +204,12 @@ def test_the_peak_is_never_above_the_budget_and_a_smaller_budget_never_gives_a_l
 
 def test_with_memory_for_everything_nothing_is_computed_again(deep):
     assert deep.fastest_within(deep.peak(deep.choices[0])).rules == "none"
+
+
+def test_with_memory_for_everything_no_integer_program_is_solved(monkeypatch):
+    monkeypatch.setattr(milp.Program, "solve", lambda *args, **kwargs: pytest.fail("something was solved"))
+    fresh = choices_for(Deep(2), rows(8))
+    assert fresh.fastest_within(fresh.peak(fresh.first)) == fresh.first
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.cost_table import SMALL
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
-from shardgraph.search.exact import Priced, cheapest, price
+from shardgraph.search.exact import Priced, cheapest, in_other_buckets, price
 from shardgraph.search.layouts import Layout
 from shardgraph.search.mixtures import mixed
 from shardgraph.search.parameter_choices import with_kept, with_vectors_replicated
@@ -179,7 +179,7 @@ class Finals:
         elif not self.cut:
             if self._deep:
                 self._adjust()
-                self._refine(self._best)
+            self._refine(self._best)
             self._choose_parameters(self._best)
 
     def price_all(self, layouts: Iterable[Layout]) -> None:
@@ -309,12 +309,15 @@ class Finals:
             layout, priced = other, found
 
     def _refine(self, best: Priced) -> None:
-        """Price the best plan with collectives merged to the size that the cluster asks for, if it waits for any."""
+        """Price the best plan with collectives merged to other sizes, if it waits for any."""
         if best.parts["exposed"] < _HIDDEN * best.seconds:
             return
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
-        if (size := bucket_bytes(best.plan, self._machine, self._question.parameter_bytes)) != best.plan.bucket:
-            self._refined_price(self._source_of(layout), replace(self._plan(layout), bucket=size), layout)
+        source = self._source_of(layout)
+        if not self._deep:
+            self._refined += in_other_buckets(source, best, self._budget, layout.accumulated, self._late)
+        elif (size := bucket_bytes(best.plan, self._machine, self._question.parameter_bytes)) != best.plan.bucket:
+            self._refined_price(source, replace(self._plan(layout), bucket=size), layout)
 
     def _choose_parameters(self, best: Priced) -> None:
         """Price the best plan with other choices for some of its parameters, if it waits for any."""

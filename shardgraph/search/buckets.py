@@ -19,8 +19,10 @@ _SIZES = 2**16, 2**28
 def bucket_bytes(plan: Plan, cluster: Cluster, total: float = math.inf) -> int:
     """The smallest power of two of bytes of which a collective over data-parallel ranks takes little latency.
 
-    Of ``total`` bytes in buckets nothing hides the last one: where they are few, buckets are so small that its time and
-    the latency of all are least together. Of all data axes it is the largest; 0 if there is none of several ranks.
+    Of ``total`` bytes in buckets nothing hides the last one: where they are few, buckets are so small that what hiding
+    it would save and the latency of all are least together. Where communication slows computation, hiding saves only
+    the cluster's ``overlap`` of it, and the rest counts for every collective. Of all data axes it is the largest; 0 if
+    there is none of several ranks.
     """
     sizes = [_filling(cluster, plan, axis, total) for axis, size in plan.data_mesh if size > 1]
     return max(sizes, default=0)
@@ -35,7 +37,8 @@ def _filling(cluster: Cluster, plan: Plan, axis: str, total: float) -> int:
 
     latency = seconds(0)
     sent = latency / (seconds(_LARGE) - latency) * _LARGE  # in as much time as the latency
-    wanted = min(sent * (1 / _LATENCY - 1), math.sqrt(total * sent))
+    slowing = (1 - cluster.overlap) / cluster.overlap if cluster.overlap else math.inf
+    wanted = min(sent * (1 / _LATENCY - 1), math.sqrt(total * sent * max(slowing, 1.0)))
     least, most = _SIZES
     size = least
     while size < min(wanted, most):

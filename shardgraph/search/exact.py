@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardgraph.errors import PlanError
@@ -103,6 +103,27 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
         return alone
     merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)  # with the recomputation found
     return min(alone, merged, key=lambda each: each.rank(budget))
+
+
+def in_other_buckets(
+    source: Source, best: Priced, budget: int, accumulated: int = 1, late: Callable[[], bool] = lambda: False
+) -> Iterator[Priced]:
+    """Prices of a plan in larger buckets and, if none is better, in smaller ones, as long as they become better."""
+    total = source.question.parameter_bytes
+    start, fastest = best.plan.bucket or bucket_bytes(best.plan, source.question.machine, total), best
+    for factor in (2.0, 0.5):
+        size = int(start * factor)
+        while 0 < size < 2 * total and not late():
+            try:
+                other = price(source, replace(best.plan, bucket=size), budget, accumulated)
+            except PlanError:
+                return
+            if other.rank(budget) >= fastest.rank(budget):
+                break
+            yield other
+            fastest, size = other, int(size * factor)
+        if fastest is not best:
+            return
 
 
 def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis]:

@@ -13,7 +13,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.search.auto import Found, search
 from shardgraph.search.batches import Batches
-from shardgraph.search.exact import Priced, cheapest
+from shardgraph.search.exact import Priced, cheapest, in_other_buckets
 from shardgraph.search.fitting import advice
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes, format_seconds
@@ -75,6 +75,8 @@ def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
             priced.append(each)
             if each.memory <= budget:
                 break
+    if priced:
+        priced += in_other_buckets(source, min(priced, key=lambda each: each.rank(budget)), budget)
     priced.sort(key=lambda each: each.rank(budget))
     return Found(priced, len(plans), list(dict.fromkeys(refused)))
 

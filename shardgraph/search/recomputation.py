@@ -77,11 +77,16 @@ class Recomputations:
         """The plan by :func:`with_placements`."""
         return with_placements(self.joint, self.plan, self.shapes)
 
+    @property
+    def first(self) -> Choice:
+        """The candidate that adds no time: it recomputes nothing, or what the plan sets."""
+        return Choice("none" if self.plan.recompute == "budget" else self.plan.recompute, 0.0, 0)
+
     @cached_property
     def choices(self) -> list[Choice]:
-        """The candidates by increasing added time; the first recomputes nothing, or what the plan sets."""
+        """The candidates by increasing added time, from :attr:`first` on."""
         if self.plan.recompute != "budget" or not self.joint.differentiable:
-            return [Choice("none" if self.plan.recompute == "budget" else self.plan.recompute, 0.0, 0)]
+            return [self.first]
         gm, context = place(self.joint, replace(self.placed.of_stage, recompute="none"), self.shapes)
         run_passes(gm, WHOLE_PASSES, context)  # marks what is annotated
         values = values_of(gm, self.cluster.device.allocation)
@@ -156,8 +161,8 @@ class Recomputations:
 
     def nearest(self, budget: int) -> Choice:
         """The candidate with the least added time whose peak is at most ``budget`` bytes, else the smallest peak."""
-        if len(self.choices) == 1:
-            return self.choices[0]
+        if self.plan.recompute != "budget" or self.peak(self.first) <= budget:
+            return self.first  # the others, which take integer programs, are not looked for
         for choice in self.choices:
             if self._least_peak(choice) <= budget and self.peak(choice) <= budget:
                 return choice
@@ -171,7 +176,7 @@ class Recomputations:
         """A lower bound on the peak without simulation: that of saving everything, less the dropped bytes."""
         pipeline = self.plan.pipeline
         in_flight = 1 if pipeline is None else max(most_in_flight(pipeline.order))
-        return self.peak(self.choices[0]) - in_flight * choice.dropped
+        return self.peak(self.first) - in_flight * choice.dropped
 
 
 def _ladder(problem: RecomputeProblem, values: Values) -> Iterator[tuple[set[fx.Node], float]]:
@@ -224,7 +229,7 @@ def _other_options(candidates: Recomputations, least: int) -> Iterator[Way]:
     for option, other in options_left(plan, candidates.joint.module):
         with suppress(ShardGraphError):  # the host of a described device may be unknown
             tried = replace(candidates, plan=other)
-            choice = tried.choices[0]
+            choice = tried.first
             if (peak := tried.peak(choice)) < least:
                 yield Way(f"{option}{again}", peak, tried.seconds(choice))
 
