@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch._dynamo as dynamo
 from torch import fx, nn
-from torch._dynamo import trace_rules
+from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import get_metrics_context
@@ -52,6 +52,13 @@ def _distributions() -> AbstractContextManager[Any]:
         if pair not in kl._KL_MEMOIZE:
             kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
     return patch.dict(trace_rules.get_torch_obj_rule_map(), {constraints.is_dependent: UserFunctionVariable})
+
+
+def _no_names_for_logs() -> AbstractContextManager[Any]:
+    """Inside, the tracer's log of calls is without names of functions, for which it would parse each file of the model
+    whether the log is written or not."""
+    written = symbolic_convert.trace_call_log.isEnabledFor(logging.DEBUG)
+    return nullcontext() if written else patch.object(symbolic_convert, "get_funcname", lambda *_: None)
 
 
 def _no_python_draws() -> AbstractContextManager[Any]:
@@ -182,7 +189,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         warnings.simplefilter("always")
         taken = _distributions(), _no_python_draws(), _reentrant_checkpoints(), derivatives.leaves_in_forward()
         with ExitStack() as inside:
-            for taking in (*taken, get_metrics_context(), as_compiling()):
+            for taking in (*taken, _no_names_for_logs(), get_metrics_context(), as_compiling()):
                 inside.enter_context(taking)
             captured = fullgraph_capture(model, args, kwargs)
         if captured.backend_input is None:
