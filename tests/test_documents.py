@@ -84,6 +84,7 @@ def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path:
     assert document != "README.md" or ran.stdout.count("loss") == 6  # whoever types it in sees that it trains
 
 
+@pytest.mark.quick("Hugging Face Accelerate", "Lightning*")  # the Trainer's has tests of its own
 @pytest.mark.parametrize(
     "section", ["Hugging Face Accelerate", "Hugging Face Trainer", "Lightning", "Lightning Fabric"]
 )
