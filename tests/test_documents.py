@@ -115,7 +115,6 @@ def test_the_example_of_mixed_precision_runs(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("equal: plan fsdp on 2 ranks") == 2
 
 
-@pytest.mark.slow
 def test_the_examples_of_the_command_line_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
