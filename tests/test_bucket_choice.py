@@ -88,7 +88,8 @@ def test_of_a_small_model_something_is_left_to_be_hidden():
 
 def test_where_communication_slows_computation_less_is_left_to_be_hidden():
     """A collective that lengthens the computation that it overlaps with is hidden for nothing, and has its latency."""
-    plan, total = preset("zero2", {"dp": 4}), bucket_bytes(preset("zero2", {"dp": 4}), NODE)
+    plan = preset("zero2", {"dp": 4})
+    total = bucket_bytes(plan, NODE)
     sizes = [bucket_bytes(plan, replace(NODE, overlap=overlap), total) for overlap in (1.0, 0.5, 0.1, 0.0)]
     assert sizes[0] == sizes[1] < sizes[2] <= sizes[3] <= bucket_bytes(plan, NODE)
 

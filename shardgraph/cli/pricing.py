@@ -63,9 +63,7 @@ def compare(
     first: Annotated[str, typer.Argument(help="A plan's file, or its name, such as fsdp+tp.", show_default=False)],
     second: Annotated[str, typer.Argument(help="Another of the same job.", show_default=False)],
     model: Annotated[str, typer.Option("--model", help="The model of both, as for analyze.", show_default=False)],
-    mesh: Annotated[
-        str | None, typer.Option(metavar="AXIS=SIZE,...", help="Ranks along each axis, of plans given by name.")
-    ] = None,
+    mesh: Mesh = None,
     cluster: ClusterName = None,
     batch: Batch = None,
     sequence: Sequence = None,
@@ -74,7 +72,7 @@ def compare(
     backend: Backend = "eager",
     as_json: Json = False,
 ) -> None:
-    """Show what two plans decide differently, and what that costs or saves."""
+    """Show what two plans decide differently, and what that costs or saves; the mesh is of plans given by name."""
     axes = mesh_of(mesh)
     with working(f"read {first}, {second} and {model}"):
         from shardgraph.cli.model import job_of
