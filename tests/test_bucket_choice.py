@@ -112,6 +112,10 @@ def test_one_rank_has_no_buckets():
     assert bucket_bytes(preset("fsdp", {"dp": 1}), NODE) == 0
 
 
+def test_ranks_that_divide_operators_alone_have_buckets_for_what_they_do_not_divide():
+    assert bucket_bytes(preset("tp", {"tp": 4}), NODE) > 0
+
+
 def test_auto_chooses_them():
     analysis = shardgraph.analyze(small(), (torch.randn(4, 8),), "auto", mesh={"dp": 4}, cluster=NODE)
     assert analysis.plan.bucket

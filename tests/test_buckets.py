@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import shardgraph
 from shardgraph import ir, preset
 from shardgraph.ir import buckets
+from shardgraph.ir.attributes import REDUCES
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.schedule.members import bucket_of
 from shardgraph.plans.plan import Plan
@@ -21,6 +23,7 @@ from shardgraph.proof.prove import prove
 from tests import bucketed, ranks
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
+from tests.test_analysis import llama, text
 from tests.two_heads import TwoHeads
 
 MESHES = {"hsdp": {"replica": 2, "shard": 2}}
@@ -85,6 +88,30 @@ def test_gradients_are_reduced_in_the_buckets_in_which_parameters_are_gathered()
     gathered = [len(node.args[0]) for node in program.forward.graph.nodes if node.target is buckets.pack]
     reduced = [len(node.args[1]) for node in program.backward.graph.nodes if node.target is buckets.unpack]
     assert len(gathered) > 1 and gathered == reduced[::-1]
+
+
+def reductions_of_layers(model: nn.Module) -> list[tuple[Any, str]]:
+    """Those of gradients in divided layers, with the names of the parameters."""
+    plan = replace(preset("fsdp+tp+sp", {"dp": 2, "tp": 4}), bucket=1 << 26)
+    backward = build_program(model, plan, (), kwargs=text(2, 512)).backward
+    reduced = [node for node in ir.collectives(backward) if ".layers." in REDUCES.get(node, "")]
+    return [(node.target, REDUCES.of(node)) for node in reduced]
+
+
+def test_gradients_that_are_summed_over_operator_axes_too_are_reduced_apart_from_the_others():
+    """Those of norms, where sequences are divided. So they share both reductions, and the others their one."""
+    found = reductions_of_layers(llama(2, hidden_size=256))
+    norms = [target for target, fqns in found if "layernorm" in fqns]
+    assert norms == [ir.REDUCE_SCATTER, ir.ALL_REDUCE]
+    assert [target for target, fqns in found if "layernorm" not in fqns] == [ir.REDUCE_SCATTER]
+
+
+def test_one_gradient_that_is_summed_over_more_axes_is_reduced_with_the_others_of_its_bucket():
+    model = llama(1, hidden_size=256, vocab_size=2**15)
+    model.model.layers[0].post_attention_layernorm = model.model.norm = nn.Identity()
+    (first, together), (second, alone) = reductions_of_layers(model)
+    assert first == ir.REDUCE_SCATTER and "q_proj" in together and "layernorm" in together
+    assert second == ir.ALL_REDUCE and alone == "model.layers.0.input_layernorm.weight"
 
 
 def test_a_plan_has_the_same_buckets_for_every_call():

@@ -12,7 +12,7 @@ from shardgraph.passes.base import Context
 from shardgraph.passes.builder import padded_rows
 from shardgraph.plans.precision import dtype_of
 
-_ALONE = 8
+ALONE = 8
 """A tensor of more than this fraction of a bucket has a collective of its own: a bucket is as large as makes its
 latency a small part of its time, so for such a tensor the copies into and out of a bucket take as long as they save."""
 
@@ -33,7 +33,7 @@ def bucket_of(context: Context) -> dict[str, int]:
     number = filled = 0
     before = ""
     for fqn, nbytes in sizes.items():
-        if not 0 < nbytes * _ALONE <= most:
+        if not 0 < nbytes * ALONE <= most:
             continue
         layer = _layer(fqn)
         bounded = layer != before and max(layers[layer], layers[before]) > most

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,8 @@ class MergeCollectives(GraphsPass):
 
     A merged gather is where the first of its gathers was, a merged reduction where the last of its was. Reductions that
     follow another one (hybrid sharding), divisions and casts are done to the buffer if they are equal for all of it.
+    So gradients of a bucket are reduced apart if other reductions follow: those of norms among divided operators, which
+    are summed over these too, would each be summed and divided alone, as would all others.
     A buffer has its parameters in one order in every graph, those that backward gathers again first, so that all of
     its collectives can read what lies side by side (:mod:`shardgraph.runtime.side_by_side`).
 
@@ -49,11 +53,12 @@ class MergeCollectives(GraphsPass):
         bucket = bucket_of(context)
         backward = [graphs[name] for name in of_kind(graphs, "backward")]
         again = {SUBJECT.of(start) for gm in backward for start in ir.collectives(gm) if _is_gather(start)}
-        places = {fqn: (number, fqn not in again, i) for i, (fqn, number) in enumerate(bucket.items())}
+        apart = _apart(bucket, backward)
+        places = {fqn: (number, fqn not in again, apart[fqn], i) for i, (fqn, number) in enumerate(bucket.items())}
         for gm in graphs.values():
             for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, places):
                 _gather_together(gm, context, members)
-            for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, places):
+            for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, places, apart):
                 _reduce_together(gm, context, members)
             for members in _averages(gm, context.plan.bucket):
                 _reduce_together(gm, context, members)
@@ -98,15 +103,33 @@ def _is_reduction(start: fx.Node) -> bool:
     return first and all(node in REDUCES for node in _after(start))
 
 
+def _apart(bucket: Mapping[str, int], backward: Iterable[fx.GraphModule]) -> dict[str, str]:
+    """By parameter, the reductions that follow the first one of its gradient, if others of its bucket have the same;
+    for one alone those of most others, since a collective of its own would take longer than what it keeps apart."""
+    follow = dict.fromkeys(bucket, "")
+    for start in itertools.chain.from_iterable(map(ir.collectives, backward)):
+        if _is_reduction(start) and REDUCES.of(start) in follow:
+            others = sorted(node for node in _after(start) if ir.is_collective(node))
+            follow[REDUCES.of(start)] = str([(node.target, node.args[1:]) for node in others])
+    counts = Counter((bucket[fqn], each) for fqn, each in follow.items())
+    most = {number: each for (number, each), _ in reversed(counts.most_common())}
+    return {fqn: each if counts[bucket[fqn], each] > 1 else most[bucket[fqn]] for fqn, each in follow.items()}
+
+
 def _together(
-    starts: Iterator[fx.Node], parameter: Attribute[str], places: Mapping[str, tuple[int, bool, int]]
+    starts: Iterator[fx.Node],
+    parameter: Attribute[str],
+    places: Mapping[str, tuple[int, bool, str, int]],
+    apart: Mapping[str, str] | None = None,
 ) -> Iterator[list[fx.Node]]:
-    """Collectives of one bucket, which can be merged, in the order of their places in it."""
+    """Collectives of one bucket, which can be merged, in the order of their places in it; with ``apart``, those of
+    parameters that have the same in it."""
     filled: dict[Any, list[fx.Node]] = {}
     for start in starts:
-        place, operand = places.get(parameter.of(start)), start.args[0].meta["val"]
-        if place is not None:
-            key = place[0], start.target, start.args[1:], operand.dtype, operand.device
+        fqn, operand = parameter.of(start), start.args[0].meta["val"]
+        if (place := places.get(fqn)) is not None:
+            part = apart[fqn] if apart else ""
+            key = place[0], part, start.target, start.args[1:], operand.dtype, operand.device
             filled.setdefault(key, []).append(start)
     alike = (members for members in filled.values() if len(members) > 1)
     return (sorted(members, key=lambda start: places[parameter.of(start)]) for members in alike)

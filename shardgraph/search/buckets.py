@@ -6,6 +6,7 @@ import math
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.group import Group
 from shardgraph.plans.plan import Plan
 
 _LATENCY = 0.1
@@ -21,15 +22,17 @@ def bucket_bytes(plan: Plan, cluster: Cluster, total: float = math.inf) -> int:
 
     Of ``total`` bytes in buckets nothing hides the last one: where they are few, buckets are so small that what hiding
     it would save and the latency of all are least together. Where communication slows computation, hiding saves only
-    the cluster's ``overlap`` of it, and the rest counts for every collective. Of all data axes it is the largest; 0 if
-    there is none of several ranks.
+    the cluster's ``overlap`` of it, and the rest counts for every collective. Of all data axes it is the largest;
+    without one of several ranks that of the others, over which gradients of parameters that they do not divide are
+    summed. 0 on one rank.
     """
-    sizes = [_filling(cluster, plan, axis, total) for axis, size in plan.data_mesh if size > 1]
-    return max(sizes, default=0)
+    axes = [axis for axis, size in plan.data_mesh if size > 1] or [axis for axis, size in plan.mesh if size > 1]
+    groups = (cluster.group_of(plan.mesh, axis) for axis in axes)
+    return max((filling(group, cluster, total) for group in groups), default=0)
 
 
-def _filling(cluster: Cluster, plan: Plan, axis: str, total: float) -> int:
-    group = cluster.group_of(plan.mesh, axis)
+def filling(group: Group, cluster: Cluster, total: float) -> int:
+    """The size of buckets for collectives over one group of data ranks; see :func:`bucket_bytes`."""
 
     def seconds(nbytes: int) -> float:
         operand = nbytes // group.ranks
