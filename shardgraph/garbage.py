@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_caller_freezes = False
+
 
 @contextmanager
 def collected_later() -> Iterator[None]:
@@ -15,12 +17,16 @@ def collected_later() -> Iterator[None]:
     again, for a quarter of the time that a model of 126 layers takes. Afterwards they count as old ones, lest the next
     collections, of young objects, visit them all.
     """
+    global _caller_freezes
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # what the caller has frozen would be old again too
+        # What the caller has frozen would be old again too. It is looked for until it is found: it may be millions of
+        # objects, which are counted one by one.
+        _caller_freezes = _caller_freezes or bool(gc.get_freeze_count())
+        if not _caller_freezes:
             gc.freeze()
             gc.unfreeze()
         if running:

@@ -25,7 +25,12 @@ torch.set_num_threads(1)
 multiprocessing.set_start_method("forkserver")
 multiprocessing.set_forkserver_preload(
     [
-        "shardgraph",
+        "shardgraph.api.compile",
+        "shardgraph.fairscale",
+        "shardgraph.runtime.launch",
+        "tests.pipelines",
+        "tests.ranks",
+        "tests.standing",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.distributed.pipelining",

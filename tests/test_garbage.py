@@ -4,12 +4,14 @@ import gc
 
 import pytest
 
+from shardgraph import garbage
 from shardgraph.garbage import collected_later
 
 
 @pytest.fixture
-def unfrozen():
+def unfrozen(monkeypatch):
     """A collector without frozen objects; tests freeze what imports have made."""
+    monkeypatch.setattr(garbage, "_caller_freezes", False)
     gc.unfreeze()
     yield
     gc.freeze()
