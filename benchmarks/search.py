@@ -35,7 +35,7 @@ from shardgraph.report.folding import find_stack
 from shardgraph.search.depths import Depths
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimates
-from shardgraph.search.exact import Priced, price
+from shardgraph.search.exact import Priced, cheapest
 from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.question import Question
@@ -104,7 +104,8 @@ def report_speed() -> None:
 def compared(
     model: nn.Module, kwargs: Mapping[str, Any], cluster: Cluster
 ) -> Iterator[tuple[Layout, Estimate, Priced]]:
-    """Layouts of every kind for a model with a stack of equal layers, with their estimates and exact prices."""
+    """Layouts of every kind for a model with a stack of equal layers, with their estimates and exact prices, in the
+    buckets that the search gives them."""
     ranks = cluster.world_size
     mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=cluster)
     question = Question.of(model, "auto", mesh_of, True, cluster=cluster).about((), kwargs)
@@ -135,7 +136,7 @@ def compared(
 
             call = source.call.resized(layout.batch * layout.microbatches, source.call.sequence)
             of_step = replace(source, question=replace(question, call=replace(call, loss_fn=own_loss)))
-        yield layout, guess, price(of_step, plan, cluster.device.memory)
+        yield layout, guess, cheapest(of_step, plan, cluster.device.memory)
 
 
 def report_estimates() -> None:

@@ -2,7 +2,8 @@
 
 The search compares thousands of layouts by these estimates, and prices the best few exactly. They ignore the order of
 operations: communication of data ranks overlaps with the computation of the same half of a step as far as the cluster
-lets it, and memory is that of the fullest moment of three: the start of backward, its end, and the update.
+lets it, but for the first gather and the last reduction, and memory is that of the fullest moment of three: the start
+of backward, its end, and the update.
 
 A pipeline of ranks with ``v`` stages each takes the time of all microbatches on its slowest rank, and of one on each of
 the others, divided by ``v``, which is ``m + (p - 1) / v`` times as long as a microbatch takes on ``p`` equal ranks
@@ -21,12 +22,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from shardgraph.cost_models import compute
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.mesh import Mesh
-from shardgraph.plans.presets import BUCKET
+from shardgraph.passes.schedule.members import ALONE
+from shardgraph.search.buckets import filling
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout
 
@@ -66,12 +69,13 @@ def stage_layers(costs: LayerCosts, stages: int) -> tuple[int, ...]:
 
 class _Rank(NamedTuple):
     """What ``alike`` ranks of a pipeline have, of which ``first`` is the first, which holds most: their ``own`` stages,
-    and the ``whole`` of these."""
+    the ``whole`` of these, and whether the ``loss`` is in one."""
 
     first: int
     alike: int
     own: tuple[Part, ...]
     whole: Part
+    loss: bool
 
 
 @lru_cache(1024)
@@ -90,7 +94,7 @@ def _ranks(costs: LayerCosts, stages: int, chunks: int, back: bool) -> tuple[_Ra
         stages_of_rank, whole = tuple(parts[kind] for kind in each), Part()
         for part in stages_of_rank:
             whole = whole.plus(part)
-        found.append(_Rank(ranks[0], len(ranks), stages_of_rank, whole))
+        found.append(_Rank(ranks[0], len(ranks), stages_of_rank, whole, kinds[-1] in each))
     return tuple(found)
 
 
@@ -151,18 +155,29 @@ class _Estimate:
         if self._on_host:
             copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
             forward, backward = max(forward, copied), max(backward, copied)
-        gathers = self._gather(part) if self.layout.data == "fsdp" else 0.0
-        reductions = self._reduction(part) if self.layout.stages == 1 else 0.0
-        if self.layout.stages == 1 and self.layout.data == "zero2":
-            return self._beside(forward, self._gather(part)), self._beside(backward, reductions)
-        again = gathers * (1 - self._kept / part.gathered) if self._kept else gathers
-        return self._beside(forward, gathers), self._beside(backward, again + reductions)
+        fsdp, alone = self.layout.data == "fsdp", self.layout.stages == 1
+        gathers = self._gather(part) if fsdp or alone else 0.0
+        again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0
+        reductions = self._reduction(part) if alone else 0.0
+        forward += self._copies(part, gathers)
+        backward += self._copies(part, again) + self._copies(part, reductions)
+        first, last = (self._gather(self.costs.head), self._reduction(self.costs.head)) if alone else (0.0, 0.0)
+        return self._beside(forward, gathers, first), self._beside(backward, again + reductions, last)
 
-    def _beside(self, compute: float, communication: float) -> float:
-        """Seconds of a half whose communication overlaps with computation, but for the first or the last of it."""
-        alone = communication / (self.costs.layers + 1)
+    def _beside(self, compute: float, communication: float, end: float) -> float:
+        """Seconds of a half whose communication overlaps with computation, but for the first or the last of it: a
+        layer's share, or what the ``end`` of the model takes if that is more. It slows computation, unless that waits
+        for copies of activations."""
+        alone = min(communication, max(communication / (self.costs.layers + 1), end))
         overlap = self.cluster.overlap
-        return max(compute + (1 - overlap) * communication, communication) + overlap * alone
+        slowed = 0.0 if self.layout.offload in ("activations", "all") else (1 - overlap) * communication
+        return max(compute + slowed, communication) + overlap * alone
+
+    def _copies(self, part: Part, sent: float) -> float:
+        """Seconds to copy a part's tensors out of or into buckets, if anything is ``sent`` and they are in some."""
+        if not sent or not self._in_buckets(part.gathered, part):
+            return 0.0
+        return compute.seconds(self.cluster.device, "pointwise", "", 0.0, 2 * part.gathered)
 
     def _once(self, whole: Part) -> float:
         """Seconds at the end of a step: the update, and in a pipeline what all microbatches have together."""
@@ -177,10 +192,12 @@ class _Estimate:
         return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)
 
     def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:
-        """Seconds to gather, scatter or reduce tensors of a part, in buckets, of ``nbytes`` in full."""
+        """Seconds to gather, scatter or reduce tensors of a part, of ``nbytes`` in full."""
         if (group := self._group(axis)) is None:
             return 0.0
-        count = min(part.tensors, math.ceil(nbytes / BUCKET) + 1) if part.tensors else 0
+        count = part.tensors
+        if self._in_buckets(nbytes, part) and not (self._on_host and operation == "all_gather_into_tensor"):
+            count = min(count, math.ceil(nbytes / self._bucket) + 1)
         whole, shard = int(nbytes), int(nbytes / group.ranks)
         sizes = {
             "all_gather_into_tensor": (shard, whole),
@@ -190,6 +207,17 @@ class _Estimate:
         args = group, self.cluster.efficiency
         started = collective_seconds(operation, 0, 0, *args) if count > 1 else 0.0
         return collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
+
+    def _in_buckets(self, nbytes: float, part: Part) -> bool:
+        """Whether tensors of so many bytes together are small enough to share collectives."""
+        return nbytes * ALONE <= part.tensors * self._bucket
+
+    @cached_property
+    def _bucket(self) -> int:
+        """Bytes of the buckets that exact prices are of."""
+        groups = filter(None, map(self._group, ("dp", "dp_shard", "dp_replicate")))
+        total = self.costs.whole.gathered
+        return max((filling(group, self.cluster, total) for group in groups), default=0)
 
     @cached_property
     def _mesh(self) -> Mesh:
@@ -262,7 +290,8 @@ class _Estimate:
         }
         beside = gathered[layout.data] if sharded > 1 else 0.0
         lasting = stored * (1 + cost.states) + beside
-        saved = (self._saved(rank.first, rank.own) + self.costs.working) * scale
+        working = self.costs.working if rank.loss else min(self.costs.working, self.costs.layer.saved)
+        saved = (self._saved(rank.first, rank.own) + working) * scale
         if self._on_host:
             return (beside if sharded > 1 else largest) + saved
         if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them
