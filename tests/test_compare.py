@@ -128,6 +128,12 @@ def test_a_plan_without_its_model_is_refused():
         shardgraph.compare(DDP, FSDP)
 
 
+def test_a_mesh_beside_plans_that_have_their_own_is_refused():
+    for other in (FSDP, analysed(FSDP)):
+        with pytest.raises(PlanError, match=r"the mesh \{'dp': 2\}, and each of what it compares has a mesh of its own"):
+            shardgraph.compare(DDP, other, model=net(), example_inputs=INPUTS, mesh={"dp": 2})
+
+
 def test_a_plan_says_how_a_step_is_divided_and_keeps_it():
     plan = replace(DDP, batch=Batch(64, calls=2))
     assert (plan.calls, plan.samples_per_call) == (2, 8) and Plan.from_yaml(plan.to_yaml()) == plan

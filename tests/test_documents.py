@@ -71,7 +71,6 @@ def test_the_counts_of_the_table_of_torchs_tests_are_those_of_its_rows() -> None
     assert told == [*counted, [sum(each) for each in zip(*counted, strict=True)]]
 
 
-@pytest.mark.quick("README.md")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md", "docs/checkpoints.md", "docs/faults.md"])
 def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:

@@ -99,7 +99,6 @@ def code_of(page: str) -> str:
     return code
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_short_snippets_of_the_readme_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

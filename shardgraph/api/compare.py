@@ -52,31 +52,38 @@ def compare(
             calls of the size that it says, whatever the number of samples here.
         example_kwargs: keyword inputs of the same call.
         cluster: as for :func:`shardgraph.analyze`; an analysis has its own.
-        mesh: sizes by axis for a plan that is given by name; by default the whole cluster. Other plans have their own.
+        mesh: sizes by axis for plans that are given by name; by default the whole cluster. Other plans have their own.
         loss_fn: likewise.
         optimizer: likewise.
         backend: likewise.
 
     Raises:
-        PlanError: a plan is given without its model, or does not fit it.
+        PlanError: a plan is given without its model, or does not fit it; or a mesh, and no plan by name.
         ShardGraphError: the two are not of one job; the message says what differs.
         CaptureError, ClusterError: as for :func:`shardgraph.analyze`.
     """
 
-    def priced(what: Plan | str | Path | Analysis | PipelineAnalysis) -> Analysis | PipelineAnalysis:
-        if isinstance(what, (Analysis, PipelineAnalysis)):
+    analyses = Analysis, PipelineAnalysis
+    one, other = (each if isinstance(each, analyses) else named_or_loaded(each) for each in (first, second))
+    if mesh is not None and not isinstance(one, str) and not isinstance(other, str):
+        raise PlanError(
+            f"compare got the mesh {dict(mesh)}, and each of what it compares has a mesh of its own: leave it out, or "
+            "give a plan by its name"
+        )
+
+    def priced(what: Plan | str | Analysis | PipelineAnalysis) -> Analysis | PipelineAnalysis:
+        if isinstance(what, analyses):
             return what
         if model is None:
             raise PlanError(
                 "a plan alone has no costs: give compare the model and example_inputs of one call too, or what "
                 "shardgraph.analyze returns for either plan"
             )
-        plan = named_or_loaded(what)
         call = Call(model, example_inputs, dict(example_kwargs or {}))
-        if isinstance(plan, Plan) and plan.samples_per_call is not None:
-            call = call.resized(plan.samples_per_call, call.sequence)
+        if isinstance(what, Plan) and what.samples_per_call is not None:
+            call = call.resized(what.samples_per_call, call.sequence)
         options: dict[str, Any] = {"cluster": cluster, "loss_fn": loss_fn, "optimizer": optimizer, "backend": backend}
-        axes = mesh if isinstance(plan, str) else None
-        return analyze(model, call.args, plan, example_kwargs=call.kwargs, mesh=axes, **options)
+        axes = mesh if isinstance(what, str) else None
+        return analyze(model, call.args, what, example_kwargs=call.kwargs, mesh=axes, **options)
 
-    return compared(priced(first), priced(second))
+    return compared(priced(one), priced(other))
