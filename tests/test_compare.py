@@ -130,7 +130,7 @@ def test_a_plan_without_its_model_is_refused():
 
 def test_a_mesh_beside_plans_that_have_their_own_is_refused():
     for other in (FSDP, analysed(FSDP)):
-        with pytest.raises(PlanError, match=r"the mesh \{'dp': 2\}, and each of what it compares has a mesh of its own"):
+        with pytest.raises(PlanError, match="each of what it compares has a mesh of its own"):
             shardgraph.compare(DDP, other, model=net(), example_inputs=INPUTS, mesh={"dp": 2})
 
 
