@@ -75,9 +75,8 @@ def test_sequences_and_operators_are_divided_together_where_that_fills_a_node():
 
 def test_gradients_of_earlier_calls_are_held():
     """As many bytes of them as a rank has of the parameters."""
-    costs = LayerCosts(
-        Part(), Part(saved=1e9, parameters=1e6, gathered=1e6, reduced=1e6, tensors=1), Part(), 8, 1, 0, 0
-    )
+    layer = Part(saved=1e9, parameters=1e6, gathered=1e6, reduced=1e6, tensors=1)
+    costs = LayerCosts(Part(), layer, Part(), 8, 1, 0, 0, (1.0,))
     for data, parts in (("ddp", 1), ("zero2", 8), ("fsdp", 8)):
         one = Layout(shard=8, data=data)
         memory = [

@@ -56,6 +56,9 @@ _HIDDEN = 0.002
 _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
+_MATTERS = 1.02
+"""If buckets for the cluster make the best layout so many times as fast, others are priced with them too."""
+
 _ADJUSTED = 2
 """Numbers of layers that are tried at most, of those that are not treated as the others."""
 
@@ -135,6 +138,7 @@ class Finals:
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
         self._guesses: dict[Layout, float] = {}
+        self._in_buckets: dict[Layout, Priced] = {}
         self._refined: list[Priced] = []
         self.remarks: dict[str, None] = {}
         self.cut = False
@@ -233,9 +237,9 @@ class Finals:
 
     @property
     def _ratios(self) -> list[float]:
-        """Estimates as parts of exact prices."""
-        priced = ((layout, each) for layout, each in self._priced.items() if each is not None)
-        return [self._guesses[layout] / each.per_sample for layout, each in priced]
+        """Estimates as parts of exact prices: of those in buckets for the cluster, where there are such."""
+        exact = {layout: each for layout, each in self._priced.items() if each is not None} | self._in_buckets
+        return [self._guesses[layout] / each.per_sample for layout, each in exact.items()]
 
     def _may_fit(self, layout: Layout, guess: Estimate) -> bool:
         """Whether the peak of a layout may be within the budget: of what an estimate of few layers has whole, as is
@@ -313,11 +317,33 @@ class Finals:
         if best.parts["exposed"] < _HIDDEN * best.seconds:
             return
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
-        source = self._source_of(layout)
         if not self._deep:
+            source = self._source_of(layout)
             self._refined += in_other_buckets(source, best, self._budget, layout.accumulated, self._late)
-        elif (size := bucket_bytes(best.plan, self._machine, self._question.parameter_bytes)) != best.plan.bucket:
-            self._refined_price(source, replace(self._plan(layout), bucket=size), layout)
+        elif (merged := self._merged(layout)) is not None and merged.per_sample < best.per_sample / _MATTERS:
+            self._merge_others(layout, merged.per_sample)
+
+    def _merge_others(self, best: Layout, least: float) -> None:
+        """Price layouts in buckets for the cluster that may then take less than so many seconds per sample: where these
+        matter, prices in the buckets of named plans, which are equally large everywhere, do not tell which is best."""
+        rest = ((guess, layout) for layout, guess in self._guesses.items() if layout in self._fitting)
+        for guess, layout in sorted(rest, key=lambda each: each[0]):
+            if layout == best:
+                continue
+            if guess > least * _DOUBT or self._late():
+                break
+            if (merged := self._merged(layout)) is not None and merged.memory <= self._budget:
+                least = min(least, merged.per_sample)
+
+    def _merged(self, layout: Layout) -> Priced | None:
+        """The price of a layout with collectives in buckets for the cluster; None if there is none, or no other."""
+        plan = self._plan(layout)
+        size = bucket_bytes(plan, self._machine, self._question.parameter_bytes)
+        merged = replace(plan, bucket=size)
+        if size == plan.bucket or (priced := self._refined_price(self._source_of(layout), merged, layout)) is None:
+            return None
+        self._in_buckets[layout] = priced
+        return priced
 
     def _choose_parameters(self, best: Priced) -> None:
         """Price the best plan with other choices for some of its parameters, if it waits for any."""

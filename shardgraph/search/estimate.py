@@ -174,10 +174,9 @@ class _Estimate:
         return max(compute + slowed, communication) + overlap * alone
 
     def _copies(self, part: Part, sent: float) -> float:
-        """Seconds to copy a part's tensors out of or into buckets, if anything is ``sent`` and they are in some."""
-        if not sent or not self._in_buckets(part.gathered, part):
-            return 0.0
-        return compute.seconds(self.cluster.device, "pointwise", "", 0.0, 2 * part.gathered)
+        """Seconds to copy those of a part's tensors that share collectives, if anything is ``sent``."""
+        nbytes = part.gathered * (1 - self._alone[1])
+        return compute.seconds(self.cluster.device, "pointwise", "", 0.0, 2 * nbytes) if sent and nbytes else 0.0
 
     def _once(self, whole: Part) -> float:
         """Seconds at the end of a step: the update, and in a pipeline what all microbatches have together."""
@@ -196,8 +195,10 @@ class _Estimate:
         if (group := self._group(axis)) is None:
             return 0.0
         count = part.tensors
-        if self._in_buckets(nbytes, part) and not (self._on_host and operation == "all_gather_into_tensor"):
-            count = min(count, math.ceil(nbytes / self._bucket) + 1)
+        if not self._on_host or operation != "all_gather_into_tensor":  # each of those waits for its copy
+            alone, of_bytes = self._alone
+            buckets = math.ceil(nbytes * (1 - of_bytes) / self._bucket) + 1
+            count = count * alone + min(count * (1 - alone), buckets)
         whole, shard = int(nbytes), int(nbytes / group.ranks)
         sizes = {
             "all_gather_into_tensor": (shard, whole),
@@ -208,9 +209,13 @@ class _Estimate:
         started = collective_seconds(operation, 0, 0, *args) if count > 1 else 0.0
         return collective_seconds(operation, *sizes[operation], *args) + max(0, count - 1) * started
 
-    def _in_buckets(self, nbytes: float, part: Part) -> bool:
-        """Whether tensors of so many bytes together are small enough to share collectives."""
-        return nbytes * ALONE <= part.tensors * self._bucket
+    @cached_property
+    def _alone(self) -> tuple[float, float]:
+        """The part of a layer's tensors that are too large to share collectives, and that of their bytes."""
+        costs = self.costs
+        nbytes = costs.layer.gathered or costs.whole.gathered
+        large = [share for share in costs.shares if share * nbytes * ALONE > self._bucket]
+        return len(large) / max(1, len(costs.shares)), sum(large)
 
     @cached_property
     def _bucket(self) -> int:

@@ -79,7 +79,8 @@ class LayerCosts:
     """A model as what comes before its equal layers, so many of them, and what comes after.
 
     For microbatches of ``batch`` samples. ``working`` are the bytes beside those saved at the peak, of activations and
-    temporaries; ``crossing`` those that one layer passes to the next.
+    temporaries; ``crossing`` those that one layer passes to the next; ``shares`` the parts of the bytes of a layer's
+    parameters, or of all where there are no equal layers, that each of them has.
     """
 
     head: Part
@@ -89,6 +90,7 @@ class LayerCosts:
     batch: int
     working: float
     crossing: float
+    shares: tuple[float, ...]
 
     @property
     def whole(self) -> Part:
@@ -132,7 +134,8 @@ class LayerCosts:
 def whole_costs(program: Program, analysis: Analysis) -> LayerCosts:
     """The costs of a model without equal layers, from its program."""
     whole, working = _costs_of(program, analysis)
-    return LayerCosts(whole, Part(), Part(), 0, max(1, analysis.samples), working, 0.0)
+    shares = _shares(program, program.trained)
+    return LayerCosts(whole, Part(), Part(), 0, max(1, analysis.samples), working, 0.0, shares)
 
 
 Analysed = tuple[Program, Analysis]
@@ -148,7 +151,8 @@ def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, layers: int)
     head = Part(*map(min, head, rest))
     tail = rest.plus(head, -1).positive
     batch = max(1, few[1].samples)
-    return LayerCosts(head, layer, tail, stack.layers, batch, working, _crossing(few[0], stack))
+    shares = _shares(few[0], (fqn for fqn in few[0].trained if _within(fqn, f"{stack.path}.2")))
+    return LayerCosts(head, layer, tail, stack.layers, batch, working, _crossing(few[0], stack), shares)
 
 
 def takes_another(analysis: Analysis, stack: Stack) -> bool:
@@ -234,6 +238,12 @@ def _state(program: Program, names: Iterable[str]) -> Part:
         sizes = (elements * stored, elements * item, elements * reduced)
         part = part.plus(Part(parameters=sizes[0], gathered=sizes[1], reduced=sizes[2], tensors=1))
     return part
+
+
+def _shares(program: Program, names: Iterable[str]) -> tuple[float, ...]:
+    """The part of the bytes of parameters that each of them has."""
+    sizes = [_state(program, [fqn]).gathered for fqn in sorted(names)]
+    return tuple(size / sum(sizes) for size in sizes if size)
 
 
 def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:
