@@ -54,7 +54,7 @@ class MergeCollectives(GraphsPass):
         backward = [graphs[name] for name in of_kind(graphs, "backward")]
         again = {SUBJECT.of(start) for gm in backward for start in ir.collectives(gm) if _is_gather(start)}
         apart = _apart(bucket, backward)
-        places = {fqn: (number, fqn not in again, apart[fqn], i) for i, (fqn, number) in enumerate(bucket.items())}
+        places = {fqn: (number, fqn not in again, i) for i, (fqn, number) in enumerate(bucket.items())}
         for gm in graphs.values():
             for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, places):
                 _gather_together(gm, context, members)
@@ -119,7 +119,7 @@ def _apart(bucket: Mapping[str, int], backward: Iterable[fx.GraphModule]) -> dic
 def _together(
     starts: Iterator[fx.Node],
     parameter: Attribute[str],
-    places: Mapping[str, tuple[int, bool, str, int]],
+    places: Mapping[str, tuple[int, bool, int]],
     apart: Mapping[str, str] | None = None,
 ) -> Iterator[list[fx.Node]]:
     """Collectives of one bucket, which can be merged, in the order of their places in it; with ``apart``, those of

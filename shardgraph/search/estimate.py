@@ -155,23 +155,23 @@ class _Estimate:
         if self._on_host:
             copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
             forward, backward = max(forward, copied), max(backward, copied)
-        fsdp, alone = self.layout.data == "fsdp", self.layout.stages == 1
-        gathers = self._gather(part) if fsdp or alone else 0.0
+        fsdp, staged = self.layout.data == "fsdp", self.layout.stages > 1
+        gathers = self._gather(part) if fsdp or not staged else 0.0
         again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0
-        reductions = self._reduction(part) if alone else 0.0
+        reductions = 0.0 if staged else self._reduction(part)
         forward += self._copies(part, gathers)
         backward += self._copies(part, again) + self._copies(part, reductions)
-        first, last = (self._gather(self.costs.head), self._reduction(self.costs.head)) if alone else (0.0, 0.0)
+        first, last = (0.0, 0.0) if staged else (self._gather(self.costs.head), self._reduction(self.costs.head))
         return self._beside(forward, gathers, first), self._beside(backward, again + reductions, last)
 
-    def _beside(self, compute: float, communication: float, end: float) -> float:
+    def _beside(self, computation: float, communication: float, end: float) -> float:
         """Seconds of a half whose communication overlaps with computation, but for the first or the last of it: a
         layer's share, or what the ``end`` of the model takes if that is more. It slows computation, unless that waits
         for copies of activations."""
         alone = min(communication, max(communication / (self.costs.layers + 1), end))
         overlap = self.cluster.overlap
         slowed = 0.0 if self.layout.offload in ("activations", "all") else (1 - overlap) * communication
-        return max(compute + slowed, communication) + overlap * alone
+        return max(computation + slowed, communication) + overlap * alone
 
     def _copies(self, part: Part, sent: float) -> float:
         """Seconds to copy those of a part's tensors that share collectives, if anything is ``sent``."""
