@@ -56,7 +56,7 @@ class MergeCollectives(GraphsPass):
         apart = _apart(bucket, backward)
         places = {fqn: (number, fqn not in again, i) for i, (fqn, number) in enumerate(bucket.items())}
         for gm in graphs.values():
-            for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, places):
+            for members in _together(filter(_is_gather, ir.collectives(gm)), SUBJECT, places, {}):
                 _gather_together(gm, context, members)
             for members in _together(filter(_is_reduction, ir.collectives(gm)), REDUCES, places, apart):
                 _reduce_together(gm, context, members)
@@ -120,16 +120,15 @@ def _together(
     starts: Iterator[fx.Node],
     parameter: Attribute[str],
     places: Mapping[str, tuple[int, bool, int]],
-    apart: Mapping[str, str] | None = None,
+    apart: Mapping[str, str],
 ) -> Iterator[list[fx.Node]]:
-    """Collectives of one bucket, which can be merged, in the order of their places in it; with ``apart``, those of
-    parameters that have the same in it."""
+    """Collectives of one bucket, which can be merged, in the order of their places in it; those of parameters that
+    ``apart`` tells from others are not merged with these."""
     filled: dict[Any, list[fx.Node]] = {}
     for start in starts:
         fqn, operand = parameter.of(start), start.args[0].meta["val"]
         if (place := places.get(fqn)) is not None:
-            part = apart[fqn] if apart else ""
-            key = place[0], part, start.target, start.args[1:], operand.dtype, operand.device
+            key = place[0], apart.get(fqn), start.target, start.args[1:], operand.dtype, operand.device
             filled.setdefault(key, []).append(start)
     alike = (members for members in filled.values() if len(members) > 1)
     return (sorted(members, key=lambda start: places[parameter.of(start)]) for members in alike)

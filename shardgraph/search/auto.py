@@ -326,11 +326,9 @@ class Finals:
     def _merge_others(self, best: Layout, least: float) -> None:
         """Price layouts in buckets for the cluster that may then take less than so many seconds per sample: where these
         matter, prices in the buckets of named plans, which are equally large everywhere, do not tell which is best."""
-        rest = ((guess, layout) for layout, guess in self._guesses.items() if layout in self._fitting)
-        for guess, layout in sorted(rest, key=lambda each: each[0]):
-            if layout == best:
-                continue
-            if guess > least * _DOUBT or self._late():
+        others = self._fitting.keys() - {best}
+        for layout in sorted(others, key=self._guesses.__getitem__):
+            if self._guesses[layout] > least * _DOUBT or self._late():
                 break
             if (merged := self._merged(layout)) is not None and merged.memory <= self._budget:
                 least = min(least, merged.per_sample)

@@ -32,7 +32,7 @@ def bucket_bytes(plan: Plan, cluster: Cluster, total: float = math.inf) -> int:
 
 
 def filling(group: Group, cluster: Cluster, total: float) -> int:
-    """The size of buckets for collectives over one group of data ranks; see :func:`bucket_bytes`."""
+    """The size of buckets for collectives over one group of ranks; see :func:`bucket_bytes`."""
 
     def seconds(nbytes: int) -> float:
         operand = nbytes // group.ranks

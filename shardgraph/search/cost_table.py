@@ -112,7 +112,7 @@ class CostTable:
 
     def _key(self, layout: Layout) -> tuple[int, int, int, str, str, int | None]:
         """All of a layout that its layers' costs depend on: what is done with parameters is the estimate's."""
-        offload = "activations" if layout.offload in ("activations", "all") else ""
+        offload = "activations" if layout.offloads_activations else ""
         return layout.tp, layout.cp, layout.ep, layout.recompute, offload, layout.batch if self._small else None
 
     @cached_property

@@ -170,7 +170,7 @@ class _Estimate:
         for copies of activations."""
         alone = min(communication, max(communication / (self.costs.layers + 1), end))
         overlap = self.cluster.overlap
-        slowed = 0.0 if self.layout.offload in ("activations", "all") else (1 - overlap) * communication
+        slowed = 0.0 if self.layout.offloads_activations else (1 - overlap) * communication
         return max(computation + slowed, communication) + overlap * alone
 
     def _copies(self, part: Part, sent: float) -> float:

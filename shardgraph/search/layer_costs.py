@@ -9,7 +9,7 @@ what passes from the end of one of the equal layers to the end of the next.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -226,24 +226,31 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
 
 def _state(program: Program, names: Iterable[str]) -> Part:
     """The bytes of parameters, and what is sent of them."""
+    whole = Part()
+    for part in _states(program, names):
+        whole = whole.plus(part)
+    return whole
+
+
+def _states(program: Program, names: Iterable[str]) -> Iterator[Part]:
+    """Likewise of each of them."""
     context, reduce = program.context, program.plan.precision.reduce
     computed = {role.fqn: node.meta["val"].itemsize for role, node in placeholders(program.joint.module).items()
                 if isinstance(role, Parameter)}  # fmt: skip
-    part = Part()
     for fqn in names:
         stored = context.stored[fqn].itemsize
         elements = sum(map(sum, trained_shards(context, [fqn]))) // stored
         item = computed.get(fqn, stored)
         reduced = getattr(torch, reduce).itemsize if reduce else item
         sizes = (elements * stored, elements * item, elements * reduced)
-        part = part.plus(Part(parameters=sizes[0], gathered=sizes[1], reduced=sizes[2], tensors=1))
-    return part
+        yield Part(parameters=sizes[0], gathered=sizes[1], reduced=sizes[2], tensors=1)
 
 
 def _shares(program: Program, names: Iterable[str]) -> tuple[float, ...]:
     """The part of the bytes of parameters that each of them has."""
-    sizes = [_state(program, [fqn]).gathered for fqn in sorted(names)]
-    return tuple(size / sum(sizes) for size in sizes if size)
+    sizes = [part.gathered for part in _states(program, sorted(names))]
+    whole = sum(sizes)
+    return tuple(size / whole for size in sizes if size)
 
 
 def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:

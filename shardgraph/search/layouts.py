@@ -71,6 +71,11 @@ class Layout:
         return self.tp * self.cp > 1
 
     @property
+    def offloads_activations(self) -> bool:
+        """Whether what is saved for backward is in host memory meanwhile."""
+        return self.offload in ("activations", "all")
+
+    @property
     def dividing(self) -> Mesh:
         """The axes along which the model is divided, apart from stages and what is stored, outermost first.
 
