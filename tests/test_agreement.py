@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -78,6 +79,59 @@ def from_first() -> dict[str, str]:
     return seen
 
 
+def of_first() -> dict[str, Any]:
+    """What each rank gets of what is made once: by whom, nothing after an error and in time, and what is left."""
+    rank, seen = dist.get_rank(), dict[str, Any]()
+    agreement, hurried = Agreement(dist.group.WORLD, 20), Agreement(dist.group.WORLD, 1.0)
+    store = dist.distributed_c10d._get_default_store()
+    made = list[str]()
+
+    def make(text: str) -> bytes:
+        made.append(text)
+        return b"\xff" + f"{text} of rank {rank}".encode()
+
+    def fail() -> bytes:
+        raise CaptureError("model.py:7 depends on data")
+
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    seen["once"] = [agreement.of_first("the graph", "a", lambda: make("a")) for _ in range(2)]
+    dist.barrier()
+    seen["keys"] = store.num_keys() - before
+    dist.barrier()
+    seen["own"] = agreement.of_first("the graph", f"of rank {rank}", lambda: make("own"))
+    dist.barrier()
+    failing = Agreement(dist.group.WORLD, 20)
+    if rank == 2:
+        with pytest.raises(CaptureError):
+            failing.of_first("the graph", "b", fail)
+    dist.barrier()
+    if rank != 2:
+        seen["none after an error"] = failing.of_first("the graph", "b", lambda: make("b"))
+    seen["apart"] = failing.of_first("the graph", "b", lambda: make("b"))
+    dist.barrier()
+    if rank == 1:
+        hurried.of_first("the graph", "c", lambda: time.sleep(4) or make("c"))
+    else:
+        time.sleep(1)
+        seen["none in time"] = hurried.of_first("the graph", "c", lambda: make("c"))
+    dist.barrier()
+    seen["too large"] = agreement.of_first("the graph", "d", lambda: make("d") * (1 << 20))[:1]
+    seen["made"] = made
+    return seen
+
+
+def unread() -> int:
+    """The bytes that are left of many things that one rank alone has made."""
+    agreement = Agreement(dist.group.WORLD, 20)
+    if dist.get_rank() == 1:
+        for i in range(40):
+            agreement.of_first("the graph", f"{i}", lambda: b"x" * 1000)
+        return sum(len(agreement._store.get(f"made/{i}/1")) for i in range(40))
+    return 0
+
+
 class Private(CaptureError):
     """A class that is not among the errors that every rank knows."""
 
@@ -103,12 +157,13 @@ def subgroup() -> str:
     return outcome(Agreement(group, 20), "the stage", str(dist.get_rank()))
 
 
-def several() -> tuple[dict[str, str], str, tuple[int, int], str, str]:
-    return scenarios() | from_first(), subgroup(), keys_left_by_many_rounds(), late_rank(2), late_rank(0)
+def several() -> tuple[dict[str, Any], str, tuple[int, int], str, str]:
+    seen = scenarios() | from_first() | of_first() | {"unread": unread()}
+    return seen, subgroup(), keys_left_by_many_rounds(), late_rank(2), late_rank(0)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[str, str], str, tuple[int, int], str, str]]:
+def ranks() -> list[tuple[dict[str, Any], str, tuple[int, int], str, str]]:
     return launch(several, 3, timeout=100)
 
 
@@ -179,6 +234,31 @@ def test_the_next_text_comes_after_an_error(ranks: list) -> None:
 def test_the_others_wait_for_the_first_rank_no_longer_than_the_timeout(ranks: list) -> None:
     (message,) = {seen["late"] for seen, *_ in ranks}
     assert message.startswith("RankMismatchError: rank 0 did not have the plan within 1 s of rank ")
+
+
+def test_one_rank_makes_what_all_ask_for_and_another_time_again(ranks: list) -> None:
+    (first,), (second,) = ({seen["once"][i] for seen, *_ in ranks} for i in range(2))
+    assert first.startswith(b"\xffa of rank ") and second.startswith(b"\xffa of rank ")
+    assert sum(seen["made"].count("a") for seen, *_ in ranks) == 2
+
+
+def test_what_all_have_taken_leaves_nothing_in_the_store(ranks: list) -> None:
+    assert [seen["keys"] for seen, *_ in ranks] == [0] * 3
+
+
+def test_what_no_rank_takes_is_forgotten_after_some_others(ranks: list) -> None:
+    assert ranks[1][0]["unread"] == 16_000
+
+
+def test_ranks_that_ask_for_different_things_make_their_own(ranks: list) -> None:
+    assert [seen["own"] for seen, *_ in ranks] == [f"\xffown of rank {rank}".encode("latin-1") for rank in range(3)]
+
+
+def test_nothing_is_sent_after_an_error_or_in_time_or_if_it_is_too_large(ranks: list) -> None:
+    assert [seen.get("none after an error") for seen, *_ in ranks] == [b"", b"", None]
+    assert [seen["apart"] for seen, *_ in ranks] == [f"\xffb of rank {rank}".encode("latin-1") for rank in range(3)]
+    assert [seen.get("none in time") for seen, *_ in ranks] == [b"", None, b""]
+    assert sorted(seen["too large"] for seen, *_ in ranks) == [b"", b"", b"\xff"]
 
 
 @pytest.mark.parametrize("late", [2, 0])

@@ -6,6 +6,7 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -174,23 +175,23 @@ def test_a_program_on_disk_is_of_one_plan_mesh_and_version(made, monkeypatch):
 @pytest.mark.parametrize("damage", ["cut", "foreign", "of another form"])
 def test_a_program_on_disk_that_is_no_longer_one_is_lowered_again(damage, kept, made, caplog):
     path, first = kept
-    parts, tensors = entries.read(path)
+    parts, tensors = entries.decoded(path.read_bytes())
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-20])
     elif damage == "foreign":
-        entries.write(path, {**parts, "parameters": ["os:system", "reboot"]}, tensors)
+        entries.write(path, entries.encoded({**parts, "parameters": ["os:system", "reboot"]}, tensors))
     else:
-        entries.write(path, {"result": 1}, [])
-    assert program("fsdp").text == first.text and len(made) == 2 and "lowered again" in caplog.text
+        entries.write(path, entries.encoded({"result": 1}, []))
+    assert program("fsdp").text == first.text and len(made) == 2 and "the program is made again" in caplog.text
     assert program("fsdp").text == first.text and len(made) == 2
 
 
 def test_a_foreign_call_in_a_program_on_disk_is_refused(kept):
     path, _ = kept
-    parts, tensors = entries.read(path)
+    parts, tensors = entries.decoded(path.read_bytes())
     backward = parts["graph backward"]
     next(node for node in backward["nodes"] if node[0] == "call_function")[2] = "os:system"
-    entries.write(path, {**parts, "graph backward": backward}, tensors)
+    entries.write(path, entries.encoded({**parts, "graph backward": backward}, tensors))
     with pytest.raises(NotStorable, match="a call of os:system"):
         program("fsdp").graph("backward")
 
@@ -433,8 +434,9 @@ def test_a_damaged_entry_is_ignored_and_written_again(damage, captured):
 def test_writers_at_once_leave_a_whole_entry(captured):
     path = entries.directory() / "entry.safetensors"
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: entries.write(path, {"which": [i] * 1000}, [torch.full((100,), i)]), range(40)))
-    parts, (tensor,) = entries.read(path)
+        data = [entries.encoded({"which": [i] * 1000}, [torch.full((100,), i)]) for i in range(40)]
+        list(pool.map(partial(entries.write, path), data))
+    parts, (tensor,) = entries.decoded(path.read_bytes())
     assert parts["which"] == [int(tensor[0])] * 1000 and [file.name for file in path.parent.iterdir()] == [path.name]
 
 
@@ -527,10 +529,10 @@ def test_a_function_whose_result_is_taken_as_a_constant_is_not_kept(captured, ca
 def test_the_oldest_entries_make_room(captured, monkeypatch):
     folder = entries.directory()
     for i in range(3):
-        entries.write(folder / f"{i}.safetensors", {}, [torch.zeros(1000)])
+        entries.write(folder / f"{i}.safetensors", entries.encoded({}, [torch.zeros(1000)]))
         os.utime(folder / f"{i}.safetensors", (i, i))
     monkeypatch.setattr(entries, "_MOST_BYTES", 10_000)
-    entries.write(folder / "3.safetensors", {}, [torch.zeros(1000)])
+    entries.write(folder / "3.safetensors", entries.encoded({}, [torch.zeros(1000)]))
     assert [path.stem for path in entry_files()] == ["2", "3"]
 
 
@@ -542,3 +544,14 @@ def test_nothing_is_kept_unless_a_directory_is_named(chosen, directory, monkeypa
     if chosen is not None:
         monkeypatch.setenv("SHARDGRAPH_CACHE", chosen)
     assert entries.directory() == directory
+
+
+def test_the_device_of_a_rank_is_another_one_where_it_is_read():
+    first, second, host = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+    writer = Writer(first)
+    with FakeTensorMode():
+        text = [writer.write(each) for each in (first, host, second, torch.empty(2, device=first), torch.empty(2))]
+    read = list(map(Reader(FakeTensorMode(), [], second).read, json.loads(json.dumps(text))))
+    assert [getattr(each, "device", each) for each in read] == [second, host, second, second, host]
+    with pytest.raises(NotStorable, match="a device of another rank"):
+        Reader(FakeTensorMode(), []).read(text[0])

@@ -232,8 +232,8 @@ def ranks() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_rank_captures_a_call_once(ranks, plan):
-    assert [seen["captures"][plan] for seen in ranks] == [1, 1]
+def test_one_rank_captures_a_call_for_all(ranks, plan):
+    assert sum(seen["captures"][plan] for seen in ranks) == 1
 
 
 @pytest.mark.parametrize("plan", ["tp", "fsdp+tp", "pp", "auto"])

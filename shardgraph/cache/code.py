@@ -197,4 +197,4 @@ def state_of_torch(device: torch.device) -> tuple[object, ...]:
     cuda = torch.cuda.is_available() and torch.cuda.get_device_capability()
     flags = torch.get_float32_matmul_precision(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()
     modes = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), str(torch.get_default_device())
-    return *sdp, switches.cudnn_sdp_enabled(), cuda, str(device), *flags, *modes, torch.backends.mkldnn.enabled
+    return *sdp, switches.cudnn_sdp_enabled(), cuda, device.type, *flags, *modes, torch.backends.mkldnn.enabled

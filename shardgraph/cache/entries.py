@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 import shardgraph
 from shardgraph.cache.values import NotStorable
 
 _MOST_BYTES = 2 << 30  # of the directory; the oldest entries make room
 _TEXT = "json:"
+_LENGTH = 8  # bytes of the number that safetensors begins with
 
 
 def directory() -> Path | None:
@@ -56,24 +57,53 @@ def _installed() -> tuple[str, ...]:
     return source.hexdigest(), *found
 
 
-def write(path: Path, parts: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+def encoded(parts: Mapping[str, Any], tensors: list[torch.Tensor]) -> bytes:
+    """An entry as the bytes of a file: its parts, which JSON can write, and its tensors."""
+    held: dict[str, torch.Tensor] = {str(i): each.detach().cpu().contiguous() for i, each in enumerate(tensors)}
+    for name, part in parts.items():
+        text = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
+        held[_TEXT + name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    about = {"sha256": _checksum(held, parts, len(tensors)), "parts": json.dumps([*parts])}
+    return safetensors.torch.save(held, about)
+
+
+def decoded(data: bytes) -> tuple[Parts, list[torch.Tensor]]:
+    """The parts and tensors of an entry.
+
+    Raises:
+        NotStorable: it is not an entry, or not a whole one.
+    """
+    try:
+        held = safetensors.torch.load(data)
+        size = int.from_bytes(data[:_LENGTH], "little")  # safetensors gives the metadata of files only
+        about = json.loads(data[_LENGTH : _LENGTH + size])["__metadata__"]
+        names = json.loads(about["parts"])
+        count = len(held) - len(names)
+        if _checksum(held, names, count) != about["sha256"]:
+            raise NotStorable("an entry that is damaged")
+        parts = Parts({name: held[_TEXT + name].numpy().tobytes() for name in names})
+        return parts, [held[str(i)] for i in range(count)]
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise NotStorable(f"an entry that cannot be read: {error}") from error
+
+
+def _checksum(held: Mapping[str, torch.Tensor], parts: Iterable[str], tensors: int) -> str:
+    digest = hashlib.sha256()
+    for name in (*(_TEXT + part for part in parts), *map(str, range(tensors))):
+        digest.update(held[name].reshape(-1).view(torch.uint8).numpy().tobytes() if held[name].numel() else b"")
+    return digest.hexdigest()
+
+
+def write(path: Path, data: bytes) -> None:
     """Write an entry, in place of any that is there: readers see one or the other. Old entries make room.
 
     Raises:
         OSError: it cannot be written.
     """
-    held: dict[str, torch.Tensor] = {str(i): each.detach().cpu().contiguous() for i, each in enumerate(tensors)}
-    digest = hashlib.sha256()
-    for name, part in parts.items():
-        text = zlib.compress(json.dumps(part, separators=(",", ":")).encode(), 1)
-        digest.update(text)
-        held[_TEXT + name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for i in range(len(tensors)):
-        digest.update(held[str(i)].reshape(-1).view(torch.uint8).numpy().tobytes() if tensors[i].numel() else b"")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    written = path.with_name(f".{path.name}.{os.getpid()}-{id(parts)}")
+    written = path.with_name(f".{path.name}.{os.getpid()}-{id(data)}")
     try:
-        safetensors.torch.save_file(held, written, {"sha256": digest.hexdigest(), "parts": json.dumps([*parts])})
+        written.write_bytes(data)
         written.replace(path)
     finally:
         written.unlink(missing_ok=True)
@@ -100,34 +130,15 @@ class Parts(Mapping[str, Any]):
         return len(self._texts)
 
 
-def read(path: Path) -> tuple[Parts, list[torch.Tensor]] | None:
-    """The parts and tensors of an entry, None if there is none.
-
-    Raises:
-        NotStorable: the file is not an entry, or not a whole one.
-    """
-    if not path.is_file():
-        return None
+def read(path: Path) -> bytes | None:
+    """The bytes of an entry, None if there is none."""
     try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            names = json.loads(about["parts"])
-            texts = [file.get_tensor(_TEXT + name).numpy().tobytes() for name in names]
-            count = len(list(file.keys())) - len(names)
-            tensors = [file.get_tensor(str(i)) for i in range(count)]
-        digest = hashlib.sha256()
-        for text in texts:
-            digest.update(text)
-        for each in tensors:
-            digest.update(each.reshape(-1).view(torch.uint8).numpy().tobytes() if each.numel() else b"")
-        if digest.hexdigest() != about["sha256"]:
-            raise NotStorable(f"{path.name} is damaged")
-        parts = Parts(dict(zip(names, texts, strict=True)))
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise NotStorable(f"{path.name} cannot be read: {error}") from error
+        data = path.read_bytes()
+    except OSError:
+        return None
     with suppress(OSError):
         os.utime(path)  # lately used
-    return parts, tensors
+    return data
 
 
 def _make_room(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from shardgraph.cache import entries
@@ -17,13 +16,15 @@ class Result:
     """The result of a ``question`` about the graph that is ``kept`` on disk; all of the question counts."""
 
     def __init__(self, kept: str, *question: Any) -> None:
-        self._path = entry_path(kept, *question)
+        folder = entries.directory()
+        name = None if folder is None else entry_name(kept, *question)
+        self._path = None if folder is None or name is None else folder / f"{name}.safetensors"
 
     def read(self) -> Any:
         """The result, None if there is none."""
         try:
-            entry = entries.read(self._path) if self._path is not None else None
-            return None if entry is None else entry[0].get("result")
+            data = entries.read(self._path) if self._path is not None else None
+            return None if data is None else entries.decoded(data)[0].get("result")
         except NotStorable as error:
             log.warning("computed again: %s", error)
             return None
@@ -33,14 +34,14 @@ class Result:
         if self._path is None:
             return
         try:
-            entries.write(self._path, {"result": result}, [])
+            entries.write(self._path, entries.encoded({"result": result}, []))
         except OSError as error:
             log.warning("a result cannot be kept in %s: %s", self._path.parent, error.strerror)
 
 
-def entry_path(kept: str, *question: Any) -> Path | None:
-    """The file of what answers a ``question`` about the graph that is ``kept`` on disk; None if nothing is kept."""
-    if (folder := entries.directory()) is None or not kept:
+def entry_name(kept: str, *question: Any) -> str | None:
+    """The name of what answers a ``question`` about the graph that is ``kept``; None if nothing is."""
+    if not kept:
         return None
     digest = Digest()
     try:
@@ -49,4 +50,4 @@ def entry_path(kept: str, *question: Any) -> Path | None:
     except (NoDigest, RecursionError) as error:
         log.info("no result is kept: %s", error)
         return None
-    return folder / f"{digest.text[:40]}.safetensors"
+    return digest.text[:40]

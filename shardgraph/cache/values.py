@@ -116,10 +116,17 @@ def class_named(name: str) -> type:
     return found
 
 
-class Writer:
-    """Writes values. ``numbers`` are those of nodes by node; real tensors are collected in ``tensors``."""
+_HERE = "here"
 
-    def __init__(self) -> None:
+
+class Writer:
+    """Writes values. ``numbers`` are those of nodes by node; real tensors are collected in ``tensors``.
+
+    The device ``here``, of this rank, is written without its index: it is another one where it is read.
+    """
+
+    def __init__(self, here: torch.device | None = None) -> None:
+        self._here = here
         self.numbers: dict[fx.Node, int] = {}
         self.tensors: list[torch.Tensor] = []
         self._storages: dict[Any, int] = {}
@@ -151,7 +158,7 @@ class Writer:
         if kind in (torch.dtype, torch.layout, torch.memory_format):
             return [kind.__name__, str(value)]
         if kind is torch.device:
-            return ["device", value.type, value.index]
+            return ["device", self._place(value)]
         if isinstance(value, type) and class_named(name := f"{value.__module__}:{value.__qualname__}") is value:
             return ["class", name]
         if kind is complex:
@@ -169,17 +176,21 @@ class Writer:
             if not all(type(each) is int for each in (*shape, *strides, size)):
                 raise NotStorable("a symbolic size")
             place = [number, size, value.storage_offset()]
-            return ["fake", shape, strides, str(value.dtype), str(value.device), value.requires_grad, *place]
+            return ["fake", shape, strides, str(value.dtype), self._place(value.device), value.requires_grad, *place]
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta or value.layout != torch.strided:
             raise NotStorable(f"a tensor of type {type(value).__name__} as a constant")
         self.tensors.append(value.detach())
-        return ["tensor", len(self.tensors) - 1, str(value.device), type(value) is torch.nn.Parameter]
+        return ["tensor", len(self.tensors) - 1, self._place(value.device), type(value) is torch.nn.Parameter]
+
+    def _place(self, device: torch.device) -> str:
+        return _HERE if device == self._here else str(device)
 
 
 class Reader:
     """Reads what :class:`Writer` wrote: ``nodes`` by number, real ``tensors`` by number, fake ones of ``mode``."""
 
-    def __init__(self, mode: FakeTensorMode, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, mode: FakeTensorMode, tensors: list[torch.Tensor], here: torch.device | None = None) -> None:
+        self._here = here
         self.nodes: list[fx.Node] = []
         self._fakes, self._tensors = Fakes(mode), tensors
 
@@ -200,13 +211,20 @@ class Reader:
         return self._READERS[kind](self, rest)
 
     def _fake(self, shape: Any, strides: Any, dtype: str, device: str, trained: bool, *memory: int) -> torch.Tensor:
-        tensor = self._fakes.make(shape, strides, _NAMED["dtype"][dtype], device, *memory)
+        tensor = self._fakes.make(shape, strides, _NAMED["dtype"][dtype], self._device(device), *memory)
         return tensor.requires_grad_() if trained else tensor
 
     def _constant(self, rest: Any) -> torch.Tensor:
         number, device, parameter = rest
-        tensor = self._tensors[number].to(device)
+        tensor = self._tensors[number].to(self._device(device))
         return torch.nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+
+    def _device(self, place: str) -> torch.device:
+        if place != _HERE:
+            return torch.device(place)
+        if self._here is None:
+            raise NotStorable("a device of another rank")
+        return self._here
 
     _READERS: dict[str, Any] = {  # noqa: RUF012 - never changed
         "tuple": lambda self, rest: tuple(map(self.read, rest)),
@@ -215,7 +233,7 @@ class Reader:
         "frozenset": lambda self, rest: frozenset(map(self.read, rest)),
         "size": lambda self, rest: torch.Size(rest),
         "slice": lambda self, rest: slice(*map(self.read, rest)),
-        "device": lambda self, rest: torch.device(*rest) if rest[1] is not None else torch.device(rest[0]),
+        "device": lambda self, rest: self._device(rest[0]),
         "float": lambda self, rest: float(rest[0]),
         "complex": lambda self, rest: complex(*map(float.fromhex, rest)),
         "placement": lambda self, rest: _placement(*rest),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.cache.made_once import Ranks
 from shardgraph.capture.numbers import input_key
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.remembered import remembered
@@ -87,10 +88,13 @@ class Call:
 
 
 class Captures:
-    """The joint graphs of calls on ``device``. A call is traced when its graph is first needed, and not again."""
+    """The joint graphs of calls on ``device``. A call is traced when its graph is first needed, and not again.
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
+    Of ``ranks`` that ask for the same graph, one traces it for all.
+    """
+
+    def __init__(self, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
+        self._device, self._ranks = device or torch.device("cpu"), ranks
         self._joints: defaultdict[Hashable, list[JointGraph]] = defaultdict(list)
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
@@ -106,7 +110,8 @@ class Captures:
                 return joint
         try:
             with torch.set_grad_enabled(call.training):
-                joints.append(remembered(call, self._device, annotations=plan.annotations, precision=plan.precision))
+                options: Any = {"annotations": plan.annotations, "precision": plan.precision}
+                joints.append(remembered(call, self._device, self._ranks, **options))
         except CaptureError as error:
             shapes = [] if plan.pipeline is None else call.maybe_uncut(plan.pipeline.parts)
             if not shapes or not re.search(r"\bsizes?\b|\bshapes?\b", str(error), re.IGNORECASE):

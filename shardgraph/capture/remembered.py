@@ -1,4 +1,4 @@
-"""Captured graphs that an earlier start left on disk: read if capturing now would give the same, else written.
+"""Captured graphs that an earlier start left on disk, or another rank has: read if capturing now would give the same.
 
 An entry is found by a digest of the model and the call, before anything is traced. It says which names the traced code
 looked up, and holds if these mean now what they meant then: equal functions, classes and values. Then the tracer's
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from shardgraph.cache import entries
 from shardgraph.cache.code import Names, check_calls, check_described, digest_of, names_in, state_of_torch
 from shardgraph.cache.digests import Digest, NoDigest
 from shardgraph.cache.graphs import graph_data, graph_of
+from shardgraph.cache.made_once import CANNOT, Ranks, made_once, shared
 from shardgraph.cache.values import NotStorable, Reader, Writer, spec_data, spec_of, well_formed
 from shardgraph.capture.capture import Asked, capture, later_rows
 from shardgraph.capture.decisions import assumptions
@@ -29,7 +29,6 @@ from shardgraph.capture.numbers import is_number
 from shardgraph.capture.rewrites import rewrites_of
 from shardgraph.torch_api import (
     FakeTensorMode,
-    NotStored,
     StoredGuards,
     autocast_state,
     global_hooks,
@@ -39,11 +38,11 @@ from shardgraph.torch_api import (
 )
 
 log = logging.getLogger(__name__)
-_CANNOT = (NoDigest, NotStorable, NotStored, RecursionError)
 
 
-def remembered(call: Any, device: torch.device, **options: Any) -> ir.JointGraph:
-    """:func:`shardgraph.capture.capture.capture` of a call, read from disk if it is there and holds.
+def remembered(call: Any, device: torch.device, ranks: Ranks | None, **options: Any) -> ir.JointGraph:
+    """:func:`shardgraph.capture.capture.capture` of a call; read from disk, or taken from one of ``ranks`` that has
+    captured the same, if it is there and holds.
 
     ``call`` is a :class:`shardgraph.capture.captures.Call`.
     """
@@ -51,29 +50,23 @@ def remembered(call: Any, device: torch.device, **options: Any) -> ir.JointGraph
     def captured() -> ir.JointGraph:
         return capture(call.model, call.args, dict(call.kwargs), device=device, loss_fn=call.loss_fn, **options)
 
-    folder = entries.directory()
-    try:
-        digest = None if folder is None else _digest(call, device, options)
-    except _CANNOT as error:
-        log.info("not kept on disk: %s", error)
-        digest = None
-    if folder is None or digest is None:
+    digest = None
+    if shared(ranks):
+        try:
+            digest = _digest(call, device, options)
+        except CANNOT as error:
+            log.info("the captured graph is not kept: %s", error)
+    if digest is None:
         joint = captured()
-        joint.origin = None
-        return joint
-    path = folder / f"{digest.text[:40]}.safetensors"
-    try:
-        if (entry := entries.read(path)) is not None and (read := _read(*entry, digest, call, device, options)):
-            return read
-    except _CANNOT as error:
-        log.warning("captured again: %s", error)
-    joint = captured()
-    try:
-        _write(path, joint, digest, call)
-    except _CANNOT as error:
-        log.info("not kept on disk: %s", error)
-    except Exception as error:  # a full disk, or a model that no one thought of: it is captured all the same
-        log.warning("the captured graph cannot be kept in %s: %s: %s", folder, type(error).__name__, error)
+    else:
+        joint = made_once(
+            "the captured graph",
+            digest.text[:40],
+            captured,
+            partial(_entry, digest=digest, call=call, device=device),
+            partial(_read, digest=digest, call=call, device=device, options=options),
+            ranks,
+        )
     joint.origin = None
     return joint
 
@@ -104,14 +97,16 @@ def _digest(call: Any, device: torch.device, options: dict[str, Any]) -> Digest:
     return digest
 
 
-def _write(path: Path, joint: ir.JointGraph, digest: Digest, call: Any) -> None:
+def _entry(
+    joint: ir.JointGraph, digest: Digest, call: Any, device: torch.device
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     if (origin := joint.origin) is None:
         raise NotStorable("forward leaves something behind on the model")
     check_calls(origin.called)
     names = names_in(origin.code)
     looked_up = digest_of(names, meant := Digest())
     check_described(origin.code, digest.codes | meant.codes)
-    writer = Writer()
+    writer = Writer(device)
     parts = {
         "names": names,
         "looked up": looked_up,
@@ -122,8 +117,8 @@ def _write(path: Path, joint: ir.JointGraph, digest: Digest, call: Any) -> None:
         "buffers": sorted(joint.buffers),
         "choices": list(joint.choices),
     }
-    entries.write(path, parts, writer.tensors)
-    joint.kept = f"{path.stem} {looked_up}"
+    joint.kept = f"{digest.text[:40]} {looked_up}"
+    return parts, writer.tensors
 
 
 @well_formed
@@ -140,7 +135,7 @@ def _read(
     if digest_of(names, Digest()) != looked_up:
         return None
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # as the tracer's
-    reader = Reader(mode, tensors)
+    reader = Reader(mode, tensors, device)
     aliases, stored, rows, repeats = map(reader.read, parts["about"])
     guards = StoredGuards(parts["guards"], Traced(call.model, call.loss_fn))
     unread: Any = partial(_graph, parts, reader)

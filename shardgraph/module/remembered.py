@@ -7,11 +7,9 @@ needed, and what is asked of all of them before the first step is beside them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +18,9 @@ from torch import fx
 
 from shardgraph.cache import entries
 from shardgraph.cache.graphs import graph_data, graph_of
-from shardgraph.cache.results import entry_path
-from shardgraph.cache.values import NotStorable, Reader, Writer, well_formed
+from shardgraph.cache.made_once import Ranks, made_once, shared
+from shardgraph.cache.results import entry_name
+from shardgraph.cache.values import Reader, Writer, well_formed
 from shardgraph.ir import JointGraph
 from shardgraph.passes.base import Context, of_kind
 from shardgraph.passes.lowering import lower
@@ -31,44 +30,42 @@ from shardgraph.plans.parameter_plan import ParameterPlan
 from shardgraph.plans.plan import Plan
 from shardgraph.proof.prove import prove
 
-log = logging.getLogger(__name__)
 _GRAPH = "graph "
 _RECORDS = ("shapes", "facts", "notes", "sums", "activations")  # of a context, as they are
 
 
 def lowered(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], show: Callable[[str], None] = lambda stage: None
+    joint: JointGraph,
+    plan: Plan,
+    shapes: Mapping[str, torch.Size],
+    show: Callable[[str], None] = lambda stage: None,
+    device: torch.device | None = None,
+    ranks: Ranks | None = None,
 ) -> Program:
-    """:func:`shardgraph.passes.lowering.lower`, and its proof; or the program on disk that both made before.
+    """:func:`shardgraph.passes.lowering.lower`, and its proof; or the program on disk, or of another of ``ranks``, that
+    both made before. The graph is for ``device``.
 
     Raises:
         PlanError, DeadlockError: as :func:`shardgraph.passes.lowering.lower`.
         GraphInvariantError: :func:`shardgraph.proof.prove.prove` finds the program wrong.
     """
-    path = entry_path(joint.kept, "program", plan.to_yaml(), dict(shapes))
-    if path is not None:
-        try:
-            if (entry := entries.read(path)) is not None:
-                return _program_of(*entry, joint, plan, shapes)
-        except NotStorable as error:
-            log.warning("lowered again: %s", error)
-    program = lower(joint, plan, shapes, show)
-    show("prove")
-    prove(program).raise_if_wrong()
-    if path is not None:
-        _write(path, program)
-    return program
+
+    def proved() -> Program:
+        program = lower(joint, plan, shapes, show)
+        show("prove")
+        prove(program).raise_if_wrong()
+        return program
+
+    name = entry_name(joint.kept, "program", plan.to_yaml(), dict(shapes)) if shared(ranks) else None
+    if name is None:
+        return proved()
+    read = partial(_program_of, joint=joint, plan=plan, shapes=shapes, device=device)
+    return made_once("the program", name, proved, partial(_entry, device=device), read, ranks)
 
 
-def _write(path: Path, program: Program) -> None:
-    try:
-        writer = Writer()
-        parts = _program_data(program, writer)
-        entries.write(path, parts, writer.tensors)
-    except NotStorable as error:
-        log.info("the program is not kept on disk: %s", error)
-    except OSError as error:
-        log.warning("the program cannot be kept in %s: %s", path.parent, error.strerror)
+def _entry(program: Program, device: torch.device | None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    writer = Writer(device)
+    return _program_data(program, writer), writer.tensors
 
 
 def _program_data(program: Program, writer: Writer) -> dict[str, Any]:
@@ -90,8 +87,9 @@ def _program_of(
     joint: JointGraph,
     plan: Plan,
     shapes: Mapping[str, torch.Size],
+    device: torch.device | None,
 ) -> Program:
-    reader = Reader(joint.fake_mode, tensors)
+    reader = Reader(joint.fake_mode, tensors, device)
     names = [part.removeprefix(_GRAPH) for part in parts if part.startswith(_GRAPH)]
     graphs = _Graphs({name: partial(_graph, parts, name, reader) for name in names})
     context = Context(

@@ -426,7 +426,8 @@ class ShardedModule(SavedState):
         """The program of a call, not bound to this rank."""
         show("capture")
         joint = self._setup.captures.take(call, self.plan)
-        return lowered(joint, self.plan, named_shapes(call.model), show)
+        setup = self._setup
+        return lowered(joint, self.plan, named_shapes(call.model), show, setup.device, setup.agreement)
 
     def _bound(self, program: Program) -> Executor:
         return Differentiable(program, self._state)

@@ -10,9 +10,10 @@ import contextlib
 import difflib
 import hashlib
 import json
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,6 +26,8 @@ from shardgraph.torch_api import own_connection
 
 _AGREED = "agreed"
 _ASKING = 3  # looks after which ranks that have not come are asked whether they are there
+_MOST_BYTES = 4 << 20  # of what one rank makes for all: a store takes messages of 8 MiB
+_POSTED = 16  # things that a rank has made and others may still take
 _SHOWN = 12  # maximum lines of a difference in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -42,6 +45,9 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._timeout = timeout
         self._round = self._texts = self._since = 0
+        self._asked = Counter[str]()  # how often this rank has asked for what one rank makes, by key
+        self._apart = False  # whether a rank has made what cannot be sent
+        self._posted = deque[str]()  # keys of what it has made, latest last
         self._store: dist.Store | None = None
         if group is None or dist.get_world_size(group) <= 1 or dist.get_backend(group) == "fake":
             return
@@ -115,9 +121,57 @@ class Agreement:
             raise failure
         return _text_of(post)
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to agree with."""
+        return self._store is None
+
+    def of_first(self, topic: str, key: str, make: Callable[[], bytes]) -> bytes:
+        """``make()`` of the rank that was the first to ask for this key, called ``topic`` in messages.
+
+        Nothing if it raised an error, or had none within the timeout; from then on each rank makes its own. Not a
+        round: ranks ask for what they need, and where they need the same equally often, one makes it for all. A rank
+        that makes something must wait for none.
+        """
+        if (store := self._store) is None or self._apart:
+            return make()
+        self._asked[key] += 1
+        key = f"made/{key}/{self._asked[key]}"
+        first = int(store.compare_set(f"{key}/by", "", str(self._rank)))
+        if first == self._rank:
+            data = b""
+            try:
+                data = make()
+            finally:
+                self._post(store, key, data)
+                self._apart = not data
+            return data
+        data = b""
+        with contextlib.suppress(dist.DistError):  # it took too long
+            self._wait_watched(store, key, topic, [first])
+            data = self._taken(store, key)
+        self._apart = not data  # nobody waits in vain another time
+        return data
+
+    def _post(self, store: Any, key: str, data: bytes) -> None:  # which takes bytes, and the stubs have text
+        """Post what was made. What no rank takes is forgotten after some others, so that a store does not grow."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: the next round will tell
+            store.set(key, data if len(data) <= _MOST_BYTES else b"")
+            self._posted.append(key)
+            if len(self._posted) > _POSTED and store.check([old := self._posted.popleft()]):
+                store.set(old, b"")
+
+    def _taken(self, store: dist.Store, key: str) -> bytes:
+        """What was posted under a key, which the last rank that takes it deletes."""
+        data: bytes = store.get(key)
+        if store.add(f"{key}/taken", 1) == len(self._ranks) - 1:
+            for name in (key, f"{key}/by", f"{key}/taken"):
+                store.delete_key(name)
+        return data
+
     def _wait(self, store: dist.Store, key: str, topic: str) -> str:
         try:
-            self._wait_watched(store, key, topic)
+            self._wait_watched(store, key, topic, self._ranks[:1])
         except dist.DistError:  # a timeout, or the store is gone: the next line tells which
             late = (
                 f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
@@ -130,10 +184,10 @@ class Agreement:
             store.delete_key(f"{key}/read")
         return post
 
-    def _wait_watched(self, store: dist.Store, key: str, topic: str) -> None:
-        """Wait for a key of the first rank, and look now and then whether a rank has failed."""
+    def _wait_watched(self, store: dist.Store, key: str, topic: str, by: list[int]) -> None:
+        """Wait for a key that a rank will set, and look now and then whether one has failed."""
         with watch.agreeing(topic) as waiting:
-            waiting.absent = self._ranks[:1]
+            waiting.absent = by
             for look in looks(store, [key], self._timeout):
                 watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
 

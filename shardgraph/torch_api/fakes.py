@@ -26,7 +26,7 @@ class Fakes:
         shape: Sequence[int],
         strides: Sequence[int],
         dtype: torch.dtype,
-        device: str,
+        device: torch.device,
         storage: int,
         size: int,
         offset: int,
@@ -34,7 +34,7 @@ class Fakes:
         """A fake tensor at ``offset`` of a ``storage`` of ``size`` bytes."""
         if (memory := self._storages.get(storage)) is None:
             memory = self._storages[storage] = meta_memory(size)
-        return fake_in(self.mode, memory, shape, strides, dtype, torch.device(device), offset)
+        return fake_in(self.mode, memory, shape, strides, dtype, device, offset)
 
 
 def fake_in(

@@ -1,0 +1,36 @@
+"""Of ranks that would capture, lower and prove the same, one does it for all, and all train as the original."""
+
+import pytest
+
+from tests import made_once
+from tests.standing import on_ranks
+
+
+def together(made):
+    return {name: sum(counts[name] for counts, _ in made) for name in ("capture", "lower", "prove")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh", "later", "programs"),
+    [
+        ("fsdp", {"dp": 2}, False, 2),
+        ("fsdp", {"dp": 2}, True, 2),
+        ("zero2+tp", {"dp": 2, "tp": 2}, False, 2),
+        ("pp+fsdp", {"pp": 2, "dp": 1}, False, 3),  # once it is sharded, ranks have different parts of the model
+    ],
+)
+def test_one_rank_captures_lowers_and_proves_for_all(plan, mesh, later, programs):
+    made = on_ranks(made_once.trained, 2 * mesh.get("tp", 1), args=(plan, mesh, later))
+    assert together(made)["lower"] == together(made)["prove"] == programs
+    assert max(difference for _, difference in made) < 1e-7  # the norms of Llama compute in single precision
+
+
+@pytest.mark.parametrize("kind", made_once.KINDS)
+def test_a_model_that_no_other_rank_can_capture_is_captured_by_each(kind):
+    made = on_ranks(made_once.alone, args=(kind,))
+    assert together(made)["capture"] == 2
+    assert max(difference for _, difference in made) < 1e-6
+
+
+def test_a_model_that_cannot_be_captured_is_refused_on_every_rank():
+    assert on_ranks(made_once.refused) == ["CaptureError", "CaptureError"]
