@@ -82,7 +82,7 @@ def from_first() -> dict[str, str]:
 def of_first() -> dict[str, Any]:
     """What each rank gets of what is made once: by whom, nothing after an error and in time, and what is left."""
     rank, seen = dist.get_rank(), dict[str, Any]()
-    agreement, hurried = Agreement(dist.group.WORLD, 20), Agreement(dist.group.WORLD, 1.0)
+    made_by, hurried = (Agreement(dist.group.WORLD, timeout).first_made for timeout in (20, 1.0))
     store = dist.distributed_c10d._get_default_store()
     made = list[str]()
 
@@ -96,39 +96,39 @@ def of_first() -> dict[str, Any]:
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
-    seen["once"] = [agreement.of_first("the graph", "a", lambda: make("a")) for _ in range(2)]
+    seen["once"] = [made_by.get("the graph", "a", lambda: make("a")) for _ in range(2)]
     dist.barrier()
     seen["keys"] = store.num_keys() - before
     dist.barrier()
-    seen["own"] = agreement.of_first("the graph", f"of rank {rank}", lambda: make("own"))
+    seen["own"] = made_by.get("the graph", f"of rank {rank}", lambda: make("own"))
     dist.barrier()
-    failing = Agreement(dist.group.WORLD, 20)
+    failing = Agreement(dist.group.WORLD, 20).first_made
     if rank == 2:
         with pytest.raises(CaptureError):
-            failing.of_first("the graph", "b", fail)
+            failing.get("the graph", "b", fail)
     dist.barrier()
     if rank != 2:
-        seen["none after an error"] = failing.of_first("the graph", "b", lambda: make("b"))
-    seen["apart"] = failing.of_first("the graph", "b", lambda: make("b"))
+        seen["none after an error"] = failing.get("the graph", "b", lambda: make("b"))
+    seen["apart"] = failing.get("the graph", "b", lambda: make("b"))
     dist.barrier()
     if rank == 1:
-        hurried.of_first("the graph", "c", lambda: time.sleep(4) or make("c"))
+        hurried.get("the graph", "c", lambda: time.sleep(4) or make("c"))
     else:
         time.sleep(1)
-        seen["none in time"] = hurried.of_first("the graph", "c", lambda: make("c"))
+        seen["none in time"] = hurried.get("the graph", "c", lambda: make("c"))
     dist.barrier()
-    seen["too large"] = agreement.of_first("the graph", "d", lambda: make("d") * (1 << 20))[:1]
+    seen["too large"] = made_by.get("the graph", "d", lambda: make("d") * (1 << 20))[:1]
     seen["made"] = made
     return seen
 
 
 def unread() -> int:
     """The bytes that are left of many things that one rank alone has made."""
-    agreement = Agreement(dist.group.WORLD, 20)
+    made_by = Agreement(dist.group.WORLD, 20).first_made
     if dist.get_rank() == 1:
         for i in range(40):
-            agreement.of_first("the graph", f"{i}", lambda: b"x" * 1000)
-        return sum(len(agreement._store.get(f"made/{i}/1")) for i in range(40))
+            made_by.get("the graph", f"{i}", lambda: b"x" * 1000)
+        return sum(len(made_by._store.get(f"made/{i}/1")) for i in range(40))
     return 0
 
 

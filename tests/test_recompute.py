@@ -437,7 +437,7 @@ def gaps(model: nn.Module, x: torch.Tensor) -> dict[float, float]:
     gm = found.joint.module
     values = values_of(gm)
     problem = problem_of(gm, values, Prices(toy_cluster(), ()))
-    seconds = {node: problem.seconds[key] for key, nodes in problem.members.items() for node in nodes}
+    seconds = problem.seconds_of
     steps, stays = backward_steps(gm, values), 3 * sum(p.nbytes for p in model.parameters()) + x.nbytes
     most, measured = found.peak(found.choices[0]) - stays, {}
     for budget in sorted({found.peak(choice) for choice in found.choices})[::3]:

@@ -8,8 +8,9 @@ without recomputation.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -39,6 +40,15 @@ class RecomputeProblem:
     nbytes: dict[tuple[Class, int], int]
     demanded: set[tuple[Class, int]]
     reads: set[tuple[Class, tuple[Class, int]]]
+
+    @cached_property
+    def seconds_of(self) -> dict[fx.Node, float]:
+        """The seconds of each operation."""
+        return {node: self.seconds[key] for key, nodes in self.members.items() for node in nodes}
+
+    def total(self, operations: Iterable[fx.Node]) -> float:
+        """The seconds of these operations together."""
+        return sum(self.seconds_of[node] for node in operations)
 
     def operations(self, counts: Mapping[Class, int]) -> set[fx.Node]:
         """The operations to recompute, given how many of each class."""

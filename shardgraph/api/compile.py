@@ -172,7 +172,7 @@ def compile(
         lines += [fingerprint(model, question.plan.ignores)]
     if tune is not None:
         expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
-    captures = Captures(device, agreement)
+    captures = Captures(device, agreement.first_made)
     setup = Setup(device, loss_fn, agreement, progress, captures, loss_weight, runs, lengths, random)
     chosen = _decided(agreement, question, setup.captures)
     if tune is not None and inputs is not None:

@@ -24,13 +24,13 @@ CANNOT = (NoDigest, NotStorable, NotStored, RecursionError)
 
 
 class Ranks(Protocol):
-    """Ranks that send each other what one of them has made; see :class:`shardgraph.runtime.agreement.Agreement`."""
+    """Ranks that send each other what one of them has made; see :class:`shardgraph.runtime.first_made.FirstMade`."""
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
+        """Whether each rank makes its own."""
 
-    def of_first(self, topic: str, key: str, make: Callable[[], bytes]) -> bytes:
+    def get(self, topic: str, key: str, make: Callable[[], bytes]) -> bytes:
         """``make()`` of the rank that was the first to ask for this key; nothing if it has made none in time."""
 
 
@@ -60,7 +60,7 @@ def made_once(
         made.append(make())
         return _encoded(topic, path, lambda: entry(made[0]))
 
-    sent = send() if ranks is None else ranks.of_first(topic, name, send)
+    sent = send() if ranks is None else ranks.get(topic, name, send)
     if not made and sent and (found := _read(topic, sent, read)) is not None:
         if path is not None and not path.exists():  # the other rank is on another host
             _write(topic, path, sent)

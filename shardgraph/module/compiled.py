@@ -38,7 +38,7 @@ class Setup:
 
     def again(self) -> Setup:
         """The same for another module."""
-        return replace(self, captures=Captures(self.device, self.agreement))
+        return replace(self, captures=Captures(self.device, self.agreement.first_made))
 
 
 class Compiled(nn.Module):

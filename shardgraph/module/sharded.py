@@ -427,7 +427,7 @@ class ShardedModule(SavedState):
         show("capture")
         joint = self._setup.captures.take(call, self.plan)
         setup = self._setup
-        return lowered(joint, self.plan, named_shapes(call.model), show, setup.device, setup.agreement)
+        return lowered(joint, self.plan, named_shapes(call.model), show, setup.device, setup.agreement.first_made)
 
     def _bound(self, program: Program) -> Executor:
         return Differentiable(program, self._state)

@@ -10,24 +10,21 @@ import contextlib
 import difflib
 import hashlib
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.runtime import watch
-from shardgraph.runtime.store_waits import looks
+from shardgraph.runtime.first_made import FirstMade
+from shardgraph.runtime.store_waits import ASKING, looks, wait_for
 from shardgraph.runtime.watch.wording import named, unreachable
 from shardgraph.torch_api import own_connection
 
 _AGREED = "agreed"
-_ASKING = 3  # looks after which ranks that have not come are asked whether they are there
-_MOST_BYTES = 4 << 20  # of what one rank makes for all: a store takes messages of 8 MiB
-_POSTED = 16  # things that a rank has made and others may still take
 _SHOWN = 12  # maximum lines of a difference in a message
 
 _made: Counter[str] = Counter()  # number of agreements so far, by name of their group
@@ -45,10 +42,8 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         self._timeout = timeout
         self._round = self._texts = self._since = 0
-        self._asked = Counter[str]()  # how often this rank has asked for what one rank makes, by key
-        self._apart = False  # whether a rank has made what cannot be sent
-        self._posted = deque[str]()  # keys of what it has made, latest last
         self._store: dist.Store | None = None
+        self.first_made = FirstMade()
         if group is None or dist.get_world_size(group) <= 1 or dist.get_backend(group) == "fake":
             return
         self._ranks = dist.get_process_group_ranks(group)
@@ -58,6 +53,7 @@ class Agreement:
         watch.begin()
         # A separate connection: a long wait on the shared one would block the process group's own threads.
         self._store = dist.PrefixStore(prefix, own_connection())
+        self.first_made = FirstMade(self._store, self._rank, len(self._ranks), timeout)
 
     def agree(
         self, topic: str, value: str | None = None, error: BaseException | None = None, shown: str | None = None
@@ -121,57 +117,9 @@ class Agreement:
             raise failure
         return _text_of(post)
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank to agree with."""
-        return self._store is None
-
-    def of_first(self, topic: str, key: str, make: Callable[[], bytes]) -> bytes:
-        """``make()`` of the rank that was the first to ask for this key, called ``topic`` in messages.
-
-        Nothing if it raised an error, or had none within the timeout; from then on each rank makes its own. Not a
-        round: ranks ask for what they need, and where they need the same equally often, one makes it for all. A rank
-        that makes something must wait for none.
-        """
-        if (store := self._store) is None or self._apart:
-            return make()
-        self._asked[key] += 1
-        key = f"made/{key}/{self._asked[key]}"
-        first = int(store.compare_set(f"{key}/by", "", str(self._rank)))
-        if first == self._rank:
-            data = b""
-            try:
-                data = make()
-            finally:
-                self._post(store, key, data)
-                self._apart = not data
-            return data
-        data = b""
-        with contextlib.suppress(dist.DistError):  # it took too long
-            self._wait_watched(store, key, topic, [first])
-            data = self._taken(store, key)
-        self._apart = not data  # nobody waits in vain another time
-        return data
-
-    def _post(self, store: Any, key: str, data: bytes) -> None:  # which takes bytes, and the stubs have text
-        """Post what was made. What no rank takes is forgotten after some others, so that a store does not grow."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: the next round will tell
-            store.set(key, data if len(data) <= _MOST_BYTES else b"")
-            self._posted.append(key)
-            if len(self._posted) > _POSTED and store.check([old := self._posted.popleft()]):
-                store.set(old, b"")
-
-    def _taken(self, store: dist.Store, key: str) -> bytes:
-        """What was posted under a key, which the last rank that takes it deletes."""
-        data: bytes = store.get(key)
-        if store.add(f"{key}/taken", 1) == len(self._ranks) - 1:
-            for name in (key, f"{key}/by", f"{key}/taken"):
-                store.delete_key(name)
-        return data
-
     def _wait(self, store: dist.Store, key: str, topic: str) -> str:
         try:
-            self._wait_watched(store, key, topic, self._ranks[:1])
+            wait_for(store, key, self._timeout, topic, self._ranks[:1])
         except dist.DistError:  # a timeout, or the store is gone: the next line tells which
             late = (
                 f"rank {self._ranks[0]} did not have {topic} within {self._timeout:g} s of rank {self._rank}. It has "
@@ -183,13 +131,6 @@ class Agreement:
             store.delete_key(key)
             store.delete_key(f"{key}/read")
         return post
-
-    def _wait_watched(self, store: dist.Store, key: str, topic: str, by: list[int]) -> None:
-        """Wait for a key that a rank will set, and look now and then whether one has failed."""
-        with watch.agreeing(topic) as waiting:
-            waiting.absent = by
-            for look in looks(store, [key], self._timeout):
-                watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
 
     def go_on(self) -> None:
         """Post that this rank begins to communicate with the others, as all last agreed; not a round.
@@ -287,7 +228,7 @@ class Agreement:
         following = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
         with watch.agreeing(topic) as waiting:
             for look in looks(store, [key], self._timeout):
-                watch.look_after(waiting.absent, topic, ask=look % _ASKING == 0)
+                watch.look_after(waiting.absent, topic, ask=look % ASKING == 0)
                 if self._has_gone_on(store, following):
                     store.compare_set(key, "", self._gone_on(store, topic, following))
                     return

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from shardgraph.runtime import watch
+
+ASKING = 3  # looks after which ranks that have not come are asked whether they are there
 _LOOK = 0.5  # seconds between two looks of a rank that waits at whether the others come
 _PAUSES = 0.001, 0.1  # the shortest and the longest seconds between two looks for a key
 
@@ -29,3 +32,16 @@ def looks(store: dist.Store, keys: Sequence[str], timeout: float) -> Iterator[in
             look = min(now + _LOOK, start + timeout)
         time.sleep(pause)
         pause = min(1.2 * pause, longest)
+
+
+def wait_for(store: dist.Store, key: str, timeout: float, topic: str, by: Sequence[int]) -> None:
+    """Wait up to ``timeout`` seconds for a key that ranks ``by`` will set; look now and then whether one has failed.
+
+    Raises:
+        DistStoreError: it is not there in time.
+        RankFailedError: a rank has failed.
+    """
+    with watch.agreeing(topic) as waiting:
+        waiting.absent = by
+        for look in looks(store, [key], timeout):
+            watch.look_after(by, topic, ask=look % ASKING == 0)

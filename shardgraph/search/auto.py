@@ -57,7 +57,9 @@ _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
 _MATTERS = 1.02
-"""If buckets for the cluster make the best layout so many times as fast, others are priced with them too."""
+"""If buckets for the cluster make the best layout so many times as fast, others are priced with them too. So much
+faster a plan must be that has other choices for some parameters of the same kind: what it gains by less has been lost
+on real ranks."""
 
 _ADJUSTED = 2
 """Numbers of layers that are tried at most, of those that are not treated as the others."""
@@ -352,9 +354,8 @@ class Finals:
         best = min((best, *self._refined), key=lambda each: each.rank(self._budget))
         alone = not best.plan.bucket or not self._deep  # in buckets they are sent with all else
         if alone and (plan := with_vectors_replicated(best.plan, model)) is not None:
-            best = min(
-                best, self._refined_price(source, plan, layout) or best, key=lambda each: each.rank(self._budget)
-            )
+            whole = self._refined_price(source, plan, layout, best.per_sample / _MATTERS)
+            best = best if whole is None or whole.memory > self._budget else whole
         room = self._budget - best.memory
         for _ in range(_ADJUSTED if not self._deep else 0):  # of layers, it was one of the layouts
             if (plan := with_kept(best.plan, model, room)) is None or self._late():
@@ -363,12 +364,13 @@ class Finals:
                 return
             room -= kept.memory - self._budget
 
-    def _refined_price(self, source: Source, plan: Plan, layout: Layout) -> Priced | None:
-        """The price of a plan that no layout stands for, if it can be."""
+    def _refined_price(self, source: Source, plan: Plan, layout: Layout, below: float = math.inf) -> Priced | None:
+        """The price of a plan that no layout stands for, if it can be, and takes so many seconds per sample at most."""
         with suppress(PlanError):
             priced = price(source, plan, self._budget, layout.accumulated, whole=False)
-            self._refined.append(priced)
-            return priced
+            if priced.per_sample < below:
+                self._refined.append(priced)
+                return priced
         return None
 
     def _late(self) -> bool:

@@ -91,11 +91,10 @@ class Recomputations:
         run_passes(gm, WHOLE_PASSES, context)  # marks what is annotated
         values = values_of(gm, self.cluster.device.allocation)
         problem = problem_of(gm, values, Prices(self.cluster, self.plan.mesh))
-        seconds = {node: problem.seconds[key] for key, nodes in problem.members.items() for node in nodes}
-        names = names_of(values.makes)
+        seconds, names = problem.seconds_of, names_of(values.makes)
 
         def choice(again: Collection[fx.Node], gap: float = 0.0) -> Choice:
-            added = sum(seconds[node] for node in again)
+            added = problem.total(again)
             return Choice(rules_for(again, names) or "none", added, values.dropped(again), gap)
 
         choices = {choice(again, gap) for again, gap in _ladder(problem, values)}
@@ -189,6 +188,15 @@ def _ladder(problem: RecomputeProblem, values: Values) -> Iterator[tuple[set[fx.
     for level in range(1, _LEVELS):
         if counts := least_seconds(problem, most - (most - least) * level / _LEVELS):
             yield problem.operations(counts.of), counts.gap
+    # What forward computes last backward reads first: it is there again before anything has been freed, so that to
+    # recompute it hardly lowers the peak.
+    in_order, last = [node for node in values.makes if node in everything], 1
+    while last < len(in_order):
+        again = {*in_order[:-last]}
+        if counts := least_seconds(problem, values.kept(again)):
+            optimum, own = problem.total(problem.operations(counts.of)), problem.total(again)
+            yield again, max(counts.gap, 1 - optimum / own if own else 0.0)
+        last *= 2
 
 
 def with_recomputation(candidates: Recomputations, budget: int) -> Plan:
