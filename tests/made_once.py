@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -138,3 +139,10 @@ def refused() -> str:
     except shardgraph.ShardGraphError as error:
         return type(error).__name__
     return "compiled"
+
+
+def ends_while_capturing() -> None:
+    """The rank that captures for all ends."""
+    torch.manual_seed(0)
+    with mock.patch.object(graphs, "capture", lambda *args, **kwargs: os._exit(3)):
+        shardgraph.compile(nn.Linear(4, 4), "ddp", example_inputs=(torch.ones(2, 4),), progress=False)

@@ -2,6 +2,8 @@
 
 import pytest
 
+import shardgraph
+from shardgraph.errors import LaunchError
 from tests import made_once
 from tests.standing import on_ranks
 
@@ -34,3 +36,8 @@ def test_a_model_that_no_other_rank_can_capture_is_captured_by_each(kind):
 
 def test_a_model_that_cannot_be_captured_is_refused_on_every_rank():
     assert on_ranks(made_once.refused) == ["CaptureError", "CaptureError"]
+
+
+def test_when_the_rank_that_captures_ends_the_others_are_told():
+    with pytest.raises(LaunchError, match=r"rank \d of 2 ended with exit code 3"):
+        shardgraph.launch(made_once.ends_while_capturing, 2, timeout=60)
