@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -141,8 +142,12 @@ def refused() -> str:
     return "compiled"
 
 
-def ends_while_capturing() -> None:
-    """The rank that captures for all ends."""
+def ends_while_capturing(path: str) -> None:
+    """The rank that captures for all ends; the other one writes down what it is told."""
     torch.manual_seed(0)
     with mock.patch.object(graphs, "capture", lambda *args, **kwargs: os._exit(3)):
-        shardgraph.compile(nn.Linear(4, 4), "ddp", example_inputs=(torch.ones(2, 4),), progress=False)
+        try:
+            shardgraph.compile(nn.Linear(4, 4), "ddp", example_inputs=(torch.ones(2, 4),), progress=False)
+        except shardgraph.RankFailedError as error:
+            Path(path).write_text(str(error))
+            raise
