@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph.capture import remembered as graphs
+from shardgraph.errors import RankFailedError, RankMismatchError
 from shardgraph.module import remembered as programs
 from shardgraph.module.sharded import ShardedModule
 from tests.ranks import whole
@@ -123,7 +124,7 @@ def alone(kind: str) -> tuple[dict[str, int], float]:
         sharded = shardgraph.compile(copy.deepcopy(original), "ddp", progress=False)
         try:
             output = sharded(x)
-        except shardgraph.RankMismatchError:
+        except RankMismatchError:
             return counts, 0.0
     return counts, (output - original(x)).abs().max().item()
 
@@ -148,6 +149,6 @@ def ends_while_capturing(path: str) -> None:
     with mock.patch.object(graphs, "capture", lambda *args, **kwargs: os._exit(3)):
         try:
             shardgraph.compile(nn.Linear(4, 4), "ddp", example_inputs=(torch.ones(2, 4),), progress=False)
-        except shardgraph.RankFailedError as error:
+        except RankFailedError as error:
             Path(path).write_text(str(error))
             raise
