@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardgraph.errors import CaptureError, RankMismatchError
 from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.first_made import FirstMade
 from shardgraph.runtime.launch import launch
 
 pytestmark = pytest.mark.timeout(150)
@@ -265,6 +266,11 @@ def test_nothing_is_sent_after_an_error_or_in_time_or_if_it_is_too_large(ranks: 
 def test_a_late_rank_fails_with_those_that_gave_up(ranks: list, late: int) -> None:
     (message,) = {outcomes[3 if late == 2 else 4] for outcomes in ranks}
     assert f"RankMismatchError: rank {late} did not come to the inputs within 1 s" in message
+
+
+def test_one_store_does_not_serve_a_thousand_ranks() -> None:
+    assert FirstMade(object(), 0, 1000, 20.0).alone
+    assert not FirstMade(object(), 0, 8, 20.0).alone
 
 
 def test_one_process_agrees_with_itself_and_raises_its_own_error() -> None:

@@ -32,6 +32,11 @@ def directory() -> Path | None:
     return None if chosen.lower() in ("", "off") else Path(chosen).expanduser()
 
 
+def path_of(name: str) -> Path | None:
+    """The file of the entry called ``name``; None if no directory is named."""
+    return None if (folder := directory()) is None else folder / f"{name}.safetensors"
+
+
 def versions() -> tuple[str, ...]:
     """Versions of all that makes a graph of a model, this package by its source."""
     return (

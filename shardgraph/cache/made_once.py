@@ -51,7 +51,7 @@ def made_once(
 
     ``topic`` is what it is called in messages; ``entry`` are the parts and tensors of what was made.
     """
-    path = None if (folder := entries.directory()) is None else folder / f"{name}.safetensors"
+    path = entries.path_of(name)
     if path is not None and (found := _read(topic, entries.read(path), read)) is not None:
         return found
     made: list[T] = []

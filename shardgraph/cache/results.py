@@ -16,9 +16,8 @@ class Result:
     """The result of a ``question`` about the graph that is ``kept`` on disk; all of the question counts."""
 
     def __init__(self, kept: str, *question: Any) -> None:
-        folder = entries.directory()
-        name = None if folder is None else entry_name(kept, *question)
-        self._path = None if folder is None or name is None else folder / f"{name}.safetensors"
+        name = entry_name(kept, *question)
+        self._path = None if name is None else entries.path_of(name)
 
     def read(self) -> Any:
         """The result, None if there is none."""

@@ -37,6 +37,8 @@ class Agreement:
     a round: a rank posts a digest of its value, and the last one to arrive compares the digests and posts the verdict,
     for which the others wait up to ``timeout`` seconds. The first verdict is final: a rank that fails, or that has
     waited too long, posts its own, and every rank raises. None, a group of one and a fake group always agree.
+
+    ``first_made`` is what one of them makes for all, at any time.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:

@@ -16,15 +16,20 @@ import torch.distributed as dist
 from shardgraph.runtime.store_waits import wait_for
 
 _MOST_BYTES = 4 << 20  # of a message; a store takes 8 MiB
+_MOST_RANKS = 512  # one store serves them in the time that a capture takes
 _POSTED = 16  # things that a rank has made and others may still take
 
 
 class FirstMade:
-    """Things by key, each made by the one of ``ranks`` ranks that is the first to ask for it; without a ``store`` each
-    rank makes its own, and so it does once a thing could not be sent."""
+    """Things by key, each made by the one of ``ranks`` ranks that is the first to ask for it.
+
+    Each rank makes its own without a ``store``, among more ranks than one store serves, and once a thing could not be
+    sent.
+    """
 
     def __init__(self, store: Any = None, rank: int = 0, ranks: int = 1, timeout: float = 0.0) -> None:
-        self._store, self._rank, self._ranks, self._timeout = store, rank, ranks, timeout
+        self._store = store if ranks <= _MOST_RANKS else None
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._asked = Counter[str]()  # times that this rank has asked for a key: the next time it is another thing
         self._posted = deque[str]()  # the latest last
 
