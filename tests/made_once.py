@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,14 @@ def refused() -> str:
 
 
 def ends_while_capturing(path: str) -> None:
-    """The rank that captures for all ends; the other one writes down what it is told."""
+    """The rank that captures for all ends while the other one waits, which writes down what it is told."""
+
+    def end(*_: Any, **__: Any) -> None:
+        time.sleep(3)
+        os._exit(3)
+
     torch.manual_seed(0)
-    with mock.patch.object(graphs, "capture", lambda *args, **kwargs: os._exit(3)):
+    with mock.patch.object(graphs, "capture", end):
         try:
             shardgraph.compile(nn.Linear(4, 4), "ddp", example_inputs=(torch.ones(2, 4),), progress=False)
         except RankFailedError as error:

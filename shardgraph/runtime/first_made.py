@@ -28,7 +28,7 @@ class FirstMade:
     """
 
     def __init__(self, store: Any = None, rank: int = 0, ranks: int = 1, timeout: float = 0.0) -> None:
-        self._store = store if ranks <= _MOST_RANKS else None
+        self._store: Any = store if ranks <= _MOST_RANKS else None
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._asked = Counter[str]()  # times that this rank has asked for a key: the next time it is another thing
         self._posted = deque[str]()  # the latest last
