@@ -12,6 +12,7 @@ def together(made):
     return {name: sum(counts[name] for counts, _ in made) for name in ("capture", "lower", "prove")}
 
 
+@pytest.mark.quick("fsdp-*-False-*", "pp*")
 @pytest.mark.parametrize(
     ("plan", "mesh", "later", "programs"),
     [
