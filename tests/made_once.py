@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,8 @@ from shardgraph.capture import remembered as graphs
 from shardgraph.errors import RankFailedError
 from shardgraph.module import remembered as programs
 from shardgraph.module.sharded import ShardedModule
+from shardgraph.runtime import first_made
+from shardgraph.runtime.store_waits import wait_for
 from tests.ranks import whole
 
 
@@ -60,26 +63,17 @@ class Scaled(nn.Module):
 KINDS: dict[str, type[nn.Module]] = {"asks for its rank": Asking, "sets an attribute": Counting, "differs": Scaled}
 
 
-class Made:
-    """How often this rank captures, lowers and proves."""
-
-    def __init__(self) -> None:
-        self.counts = dict.fromkeys(("capture", "lower", "prove"), 0)
-        self._patches = ExitStack()
-
-    def __enter__(self) -> dict[str, int]:
-        for module, name in ((graphs, "capture"), (programs, "lower"), (programs, "prove")):
-            original = getattr(module, name)
-
-            def counting(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-                self.counts[_name] += 1
-                return _original(*args, **kwargs)
-
-            self._patches.enter_context(mock.patch.object(module, name, counting))
-        return self.counts
-
-    def __exit__(self, *error: Any) -> None:
-        self._patches.close()
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often this rank captures, lowers and proves inside of it, afterwards."""
+    counts: dict[str, int] = {}
+    with ExitStack() as patches:
+        mocks = {
+            name: patches.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
+            for module, name in ((graphs, "capture"), (programs, "lower"), (programs, "prove"))
+        }
+        yield counts
+        counts |= {name: each.call_count for name, each in mocks.items()}
 
 
 def llama() -> nn.Module:
@@ -98,7 +92,7 @@ def trained(plan: str, mesh: dict[str, int], later: bool) -> tuple[dict[str, int
     original, ids = llama(), torch.arange(48).reshape(4, 12) % 61
     calls = [{"input_ids": ids, "labels": ids}] * 2 + [{"input_ids": ids[:, :8], "labels": ids[:, :8]}]
     example = {} if later else {"example_kwargs": calls[0]}
-    with Made() as counts:
+    with counted() as counts:
         sharded = shardgraph.compile(copy.deepcopy(original), plan, mesh=mesh, progress=False, **example)
         optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (original, sharded)]
         for call in calls:
@@ -121,7 +115,7 @@ def alone(kind: str) -> tuple[dict[str, int], float]:
     """What a rank has made of a model that no other can capture for it, and how far its output is from the model's."""
     torch.manual_seed(0)
     original, x = KINDS[kind](), torch.ones(2, 4)
-    with Made() as counts:
+    with counted() as counts:
         sharded = shardgraph.compile(copy.deepcopy(original), "ddp", progress=False)
         output = sharded(x)
     return counts, (output - original(x)).abs().max().item()
@@ -141,17 +135,24 @@ def refused() -> str:
     return "compiled"
 
 
-def ends_while_capturing(path: str) -> None:
-    """The rank that captures for all ends while the other one waits, which writes down what it is told."""
+def ends_while_capturing(folder: str) -> None:
+    """The rank that captures for all ends once the other one waits, which writes down what it is told."""
+    waits, told = Path(folder, "waits"), Path(folder, "told")
 
     def end(*_: Any, **__: Any) -> None:
-        time.sleep(3)
+        while not waits.exists():
+            time.sleep(0.1)
+        time.sleep(1)
         os._exit(3)
 
+    def wait(*args: Any) -> None:
+        waits.touch()
+        wait_for(*args)
+
     torch.manual_seed(0)
-    with mock.patch.object(graphs, "capture", end):
+    with mock.patch.object(graphs, "capture", end), mock.patch.object(first_made, "wait_for", wait):
         try:
             shardgraph.compile(nn.Linear(4, 4), "ddp", example_inputs=(torch.ones(2, 4),), progress=False)
         except RankFailedError as error:
-            Path(path).write_text(str(error))
+            told.write_text(str(error))
             raise

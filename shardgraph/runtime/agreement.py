@@ -20,7 +20,7 @@ from shardgraph import errors
 from shardgraph.errors import RankMismatchError
 from shardgraph.runtime import watch
 from shardgraph.runtime.first_made import FirstMade
-from shardgraph.runtime.store_waits import ASKING, looks, wait_for
+from shardgraph.runtime.store_waits import ASKING, looks, read_once_more, wait_for
 from shardgraph.runtime.watch.wording import named, unreachable
 from shardgraph.torch_api import own_connection
 
@@ -129,9 +129,8 @@ class Agreement:
             )
             store.compare_set(key, "", _error_post(RankMismatchError(late)))
         post = store.get(key).decode()
-        if "text" in json.loads(post) and store.add(f"{key}/read", 1) == len(self._ranks) - 1:
-            store.delete_key(key)
-            store.delete_key(f"{key}/read")
+        if "text" in json.loads(post):
+            read_once_more(store, len(self._ranks) - 1, key)
         return post
 
     def go_on(self) -> None:

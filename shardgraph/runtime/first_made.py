@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardgraph.runtime.store_waits import wait_for
+from shardgraph.runtime.store_waits import read_once_more, wait_for
 
 _MOST_BYTES = 4 << 20  # of a message; a store takes 8 MiB
 _MOST_RANKS = 512  # one store serves them in the time that a capture takes
@@ -83,7 +83,5 @@ class FirstMade:
     def _taken(self, name: str) -> bytes:
         """What was posted, which the last rank that takes it deletes."""
         data: bytes = self._store.get(name)
-        if self._store.add(f"{name}/taken", 1) == self._ranks - 1:
-            for each in (name, f"{name}/by", f"{name}/taken"):
-                self._store.delete_key(each)
+        read_once_more(self._store, self._ranks - 1, name, f"{name}/by")
         return data

@@ -34,6 +34,14 @@ def looks(store: dist.Store, keys: Sequence[str], timeout: float) -> Iterator[in
         pause = min(1.2 * pause, longest)
 
 
+def read_once_more(store: dist.Store, readers: int, *keys: str) -> None:
+    """Count this rank among so many ``readers`` of keys, the last of which deletes them."""
+    count = f"{keys[0]}/read"
+    if store.add(count, 1) == readers:
+        for key in (*keys, count):
+            store.delete_key(key)
+
+
 def wait_for(store: dist.Store, key: str, timeout: float, topic: str, by: Sequence[int]) -> None:
     """Wait up to ``timeout`` seconds for a key that ranks ``by`` will set; look now and then whether one has failed.
 

@@ -57,9 +57,8 @@ _FINALISTS = 3
 """Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
 
 _MATTERS = 1.02
-"""If buckets for the cluster make the best layout so many times as fast, others are priced with them too. So much
-faster a plan must be that has other choices for some parameters of the same kind: what it gains by less has been lost
-on real ranks."""
+"""If buckets for the cluster make the best layout so many times as fast, others are priced with them too. Vectors are
+replicated only if that makes the best plan so many times as fast: less has been lost on real ranks."""
 
 _ADJUSTED = 2
 """Numbers of layers that are tried at most, of those that are not treated as the others."""
@@ -365,7 +364,7 @@ class Finals:
             room -= kept.memory - self._budget
 
     def _refined_price(self, source: Source, plan: Plan, layout: Layout, below: float = math.inf) -> Priced | None:
-        """The price of a plan that no layout stands for, if it can be, and takes so many seconds per sample at most."""
+        """The price of a plan that no layout stands for, if it has one and that is ``below`` seconds per sample."""
         with suppress(PlanError):
             priced = price(source, plan, self._budget, layout.accumulated, whole=False)
             if priced.per_sample < below:
