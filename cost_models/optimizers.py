@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardgraph.errors import ShardGraphError, nearest
@@ -34,6 +34,23 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
 UPDATED_TOGETHER = 1 << 20
 """Bytes of shards that a step updates together, even where each is smaller. What an update takes for itself is as large
 as what is updated, so more than the largest shard are not."""
+
+SMALL_SHARD, STORED_TOGETHER = 1 << 20, 8 << 20
+"""Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
+
+
+def in_stretches(sizes: Iterable[tuple[str, int]], most: int) -> Iterator[list[str]]:
+    """The names of what has these sizes, in stretches that follow on each other, of up to ``most`` bytes."""
+    stretch: list[str] = []
+    filled = 0
+    for name, nbytes in sizes:
+        if stretch and filled + nbytes > most:
+            yield stretch
+            stretch, filled = [], 0
+        stretch.append(name)
+        filled += nbytes
+    if stretch:
+        yield stretch
 
 
 def updates_of(sizes: Sequence[float]) -> float:

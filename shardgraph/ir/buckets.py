@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardgraph.ir.attributes import ROLE
 from shardgraph.ir.collectives import ALL_GATHER
 from shardgraph.ir.fake_values import arranges
 from shardgraph.ir.rank_operations import pad_shard
+from shardgraph.ir.roles import Parameter
 
 
 @arranges
@@ -74,3 +76,12 @@ def stored(pack: fx.Node) -> list[tuple[fx.Node, int]]:
     if any(shard.op != "placeholder" for shard in shards) or len(set(shards)) < len(shards):
         return []
     return [(shard, each.meta["val"].numel()) for shard, each in zip(shards, operands, strict=True)]
+
+
+def stored_parameters(gm: fx.GraphModule) -> Iterator[dict[str, int]]:
+    """The buckets of parameters whose shards a graph packs as :func:`stored`: the elements of each, by name."""
+    for pack_ in gm.graph.find_nodes(op="call_function", target=pack):
+        shards = [(ROLE.get(shard), elements) for shard, elements in stored(pack_)]
+        named = {role.fqn: elements for role, elements in shards if isinstance(role, Parameter)}
+        if named and len(named) == len(shards):
+            yield named

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
-from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
+from shardgraph.cost_models.optimizers import SMALL_SHARD, STORED_TOGETHER, UPDATED_TOGETHER, in_stretches
 from shardgraph.module.by_element import PLAIN, STEPS, Kind, NotByElementError, Watched
 from shardgraph.runtime.backends import eager
 from shardgraph.runtime.executor import State
@@ -45,9 +45,6 @@ log = logging.getLogger(__name__)
 
 _ALIGNED = 16
 """Bytes to which a GPU's kernels like parameters to be aligned: those of other sizes are stored behind all others."""
-
-_SMALL, _BUCKET = 1 << 20, 8 << 20
-"""Shards of up to so many bytes are stored beside others to be updated together, up to so many bytes of them."""
 
 
 class NotFlatError(Exception):
@@ -100,10 +97,17 @@ class Run:
             flat = only.clone(memory_format=torch.contiguous_format) if changed and torch_api.is_viewed(only) else only
             flat = flat.reshape(-1)
         else:
-            padded = any(g.numel() < count for g, count in zip(gradients, self.elements, strict=True))
-            flat_view = None if padded else view_of(gradients, self.elements)
-            flat = packed(gradients, self.elements) if flat_view is None else flat_view
+            view = self._view(gradients)
+            flat = packed(gradients, self.elements) if view is None else view
         return flat if flat.dtype == self.twin.dtype else flat.to(self.twin.dtype)
+
+    def lie_together(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients, if they do not change, are those of the twin without a copy."""
+        return len(gradients) == 1 or self._view(gradients) is not None
+
+    def _view(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        padded = any(g.numel() < count for g, count in zip(gradients, self.elements, strict=True))
+        return None if padded else view_of(gradients, self.elements)
 
 
 class FlatUpdate:
@@ -143,12 +147,16 @@ class FlatUpdate:
         return None if own is None else Watched(self.optimizer, own)
 
     def prepare(
-        self, names: Iterable[str], state: State, address: Callable[[str], int], least: int = UPDATED_TOGETHER
+        self,
+        names: Iterable[str],
+        state: State,
+        places: Callable[[], Mapping[str, Any]],
+        least: int = UPDATED_TOGETHER,
     ) -> None:
         """Find the runs of the parameters with these names, which have gradients, unless they are as before.
 
         A run has as many bytes as the largest parameter at most, or ``least`` if that is more. Parameters whose shards
-        are not beside others yet are stored in the order of the ``address`` of their gradients.
+        are not beside others yet are stored in the order of the ``places`` of their gradients.
 
         Raises:
             NotFlatError: the optimizer has state that does not go with the elements of parameters, or is one of a
@@ -158,7 +166,7 @@ class FlatUpdate:
             raise NotFlatError
         names, parameters = tuple(names), state.layout.parameters
         given = names, least
-        _store(names, address, self.optimizer, state)
+        _store(names, places, self.optimizer, state)
         as_before = given == self._given and parameters is self._parameters and self._same(self._found())
         self._stateful = len(self.optimizer.state)
         if not as_before or not all(map(_follow_numbers, self.runs)):
@@ -198,11 +206,23 @@ class FlatUpdate:
     @contextmanager
     def applied(self, gradients: dict[str, torch.Tensor], changed: bool) -> Iterator[list[Run]]:
         """Within, the optimizer has the twins of all runs, as :meth:`only`."""
+        with self.settled(), self.only(self.runs, gradients, changed):
+            yield self.runs
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Have a step end with :meth:`settle`, whatever happens within."""
         try:
-            with self.only(self.runs, gradients, changed):
-                yield self.runs
+            yield
         finally:
             self.settle()
+
+    def stretches(self, gradients: Mapping[str, torch.Tensor]) -> list[list[Run]]:
+        """The runs in the steps that they may be taken in one after the other: each whose gradients have to be copied
+        is a step of its own, so that there is one copy at a time, and all others are one."""
+        copied = [run for run in self.runs if not run.lie_together([gradients[name] for name in run.names])]
+        others = [run for run in self.runs if run not in copied]
+        return [*([others] if others else []), *([run] for run in copied)]
 
     @contextmanager
     def only(self, runs: Sequence[Run], gradients: dict[str, torch.Tensor], changed: bool) -> Iterator[None]:
@@ -397,8 +417,22 @@ def _follow_numbers(run: Run) -> bool:
     return True
 
 
-def _store(names: Sequence[str], address: Callable[[str], int], optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Store small shards side by side that are not yet: those of each group, in the order of gradients in memory."""
+def as_they_lie(gradients: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The order of gradients by name, the same on all ranks: of storages as given, and in each that of addresses."""
+    first: dict[int, int] = {}
+    storages = [gradient.untyped_storage().data_ptr() for gradient in gradients.values()]
+    for i, storage in enumerate(storages):
+        first.setdefault(storage, i)
+    return {
+        fqn: (first[storage], gradient.data_ptr())
+        for (fqn, gradient), storage in zip(gradients.items(), storages, strict=True)
+    }
+
+
+def _store(
+    names: Sequence[str], places: Callable[[], Mapping[str, Any]], optimizer: torch.optim.Optimizer, state: State
+) -> None:
+    """Store small shards side by side that are not yet: those of each group, in the order of gradients' places."""
     tried, parameter = state.stored.tried, state.layout.parameter
     if tried.issuperset(names):
         return
@@ -407,22 +441,18 @@ def _store(names: Sequence[str], address: Callable[[str], int], optimizer: torch
     rest = {fqn: local_tensor(parameter(fqn)) for fqn in new}
     tried.update(names)
 
-    def kind(fqn: str) -> tuple[int, str, str]:
-        return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device)
+    def kind(fqn: str) -> tuple[int, str, str, str]:
+        placements = getattr(parameter(fqn), "placements", None)
+        return groups[id(parameter(fqn))], str(rest[fqn].dtype), str(rest[fqn].device), str(placements)
 
-    small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= _SMALL]
+    at = places()
+    small = [fqn for fqn, shard in rest.items() if 0 < shard.nbytes <= SMALL_SHARD]
 
     def unaligned(fqn: str) -> bool:
         return rest[fqn].device.type != "cpu" and rest[fqn].nbytes % _ALIGNED > 0
 
-    small.sort(key=lambda fqn: (kind(fqn), unaligned(fqn), address(fqn)))
+    small.sort(key=lambda fqn: (kind(fqn), unaligned(fqn), at[fqn]))
     for _, alike in groupby(small, kind):
-        bucket: dict[str, int] = {}
-        filled = 0
-        for fqn in alike:
-            if filled + rest[fqn].nbytes > _BUCKET:
-                state.stored.store(bucket, parameter)
-                bucket, filled = {}, 0
-            bucket[fqn], filled = rest[fqn].numel(), filled + rest[fqn].nbytes
-        if len(bucket) > 1:
-            state.stored.store(bucket, parameter)
+        for bucket in in_stretches(((fqn, rest[fqn].nbytes) for fqn in alike), STORED_TOGETHER):
+            if len(bucket) > 1:
+                state.stored.store({fqn: rest[fqn].numel() for fqn in bucket}, parameter)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,7 @@ from shardgraph import torch_api
 from shardgraph.errors import NOT_PICKLED, ShardGraphError
 from shardgraph.module.all_parameters_step import step_on_all
 from shardgraph.module.by_element import STEPS
-from shardgraph.module.flat_update import FlatUpdate, NotFlatError
+from shardgraph.module.flat_update import FlatUpdate, NotFlatError, Run, as_they_lie
 from shardgraph.module.optimizer_state import load_placed
 from shardgraph.module.whole_tensor_step import step_on_whole, whole_kinds
 from shardgraph.runtime.executor import State
@@ -145,8 +145,15 @@ def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Calla
             return original(self)
         if kind not in _ELEMENTWISE:
             return _step_on_whole(self, original, at_once=type(self) is not kind)  # which may combine parameters
-        with _together(self) or _shards(self):
-            return original(self)
+        if (together := _together(self)) is None:
+            with _shards(self):
+                return original(self)
+        flat, gradients = together
+        with flat.settled():
+            for runs in flat.stretches(gradients):
+                with _changing(flat, runs, gradients):
+                    original(self)
+        return None
 
     return step
 
@@ -203,14 +210,18 @@ def _wrapped_own(kind: Callable[[], Any], original: Callable[..., Any]) -> Calla
             return original(self, *args, **kwargs)
         given = any(each is not None for each in (*args, *kwargs.values()))  # a closure, which it may call at any time
         together = _together(self) if type(self) is kind() and not given and _are_ours(self) else None
-        with together or _WholeNumbers():
+        if together is None:
+            with _WholeNumbers():
+                return original(self, *args, **kwargs)
+        flat, gradients = together
+        with flat.settled(), _changing(flat, flat.runs, gradients):
             return original(self, *args, **kwargs)
 
     return step
 
 
-def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
-    """Within, the optimizer has its parameters many at a time; None if it cannot."""
+def _together(optimizer: optim.Optimizer) -> tuple[FlatUpdate, dict[str, torch.Tensor]] | None:
+    """What an optimizer needs to have its parameters many at a time, with their gradients; None if it cannot."""
     states = {state() if isinstance(state, weakref.ref) else None for state in map(_mark_of, _parameters_of(optimizer))}
     if len(states) != 1 or (state := states.pop()) is None or state.layout.on_host:
         return None
@@ -220,20 +231,20 @@ def _together(optimizer: optim.Optimizer) -> AbstractContextManager[Any] | None:
     flat, names = FlatUpdate.of(optimizer, state), state.layout.names
     gradients = {names[id(parameter)]: local_tensor(parameter.grad) for parameter in parameters}
     try:
-        flat.prepare(gradients, state, address=lambda fqn: gradients[fqn].data_ptr())
+        flat.prepare(gradients, state, places=functools.partial(as_they_lie, gradients))
     except NotFlatError:
         return None
-    return _changing(flat, gradients)
+    return flat, gradients
 
 
 @contextmanager
-def _changing(flat: FlatUpdate, gradients: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Within, the optimizer has the flat tensors, whose changes count as those of each shard."""
+def _changing(flat: FlatUpdate, runs: Sequence[Run], gradients: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within, the optimizer has the flat tensors of these runs, whose changes count as those of each shard."""
     try:
-        with flat.applied(gradients, changed=False):
+        with flat.only(runs, gradients, changed=False):
             yield
     finally:
-        increment_version(shard for run in flat.runs for shard in run.shards)
+        increment_version(shard for run in runs for shard in run.shards)
 
 
 def _parameters_of(optimizer: optim.Optimizer) -> Iterator[Any]:

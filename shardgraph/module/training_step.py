@@ -8,6 +8,7 @@ buckets (:mod:`shardgraph.module.flat_update`). Everything else is the same step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgraph import torch_api
 from shardgraph.module.accumulated import clear_of
-from shardgraph.module.flat_update import FlatUpdate, Run
+from shardgraph.module.flat_update import FlatUpdate, Run, as_they_lie
 from shardgraph.module.grad_scaler import GradScaler
 from shardgraph.module.gradient_norm import clip_by
 from shardgraph.module.local_step import is_elementwise
@@ -66,7 +67,7 @@ def update(
     Raises:
         NotFlatError: it cannot be done on many parameters at a time; nothing has happened.
     """
-    flat.prepare(gradients, state, address=lambda fqn: gradients[fqn].data_ptr())
+    flat.prepare(gradients, state, places=partial(as_they_lie, gradients))
     norm, changed = None, max_norm is not None or scaler is not None
     with flat.applied(gradients, changed) as runs:
         if scaler is not None:

@@ -31,7 +31,7 @@ def updates_of(flat: FlatUpdate, executor: Differentiable, leaves: Sequence[Any]
         return None
     names = executor.updated
     try:
-        flat.prepare(names, state, address=names.__getitem__)
+        flat.prepare(names, state, places=lambda: names)
     except NotFlatError:
         return None
     if not flat.in_parts:

@@ -19,9 +19,10 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.step import batch_of, program_halves, program_memory, tasks_of, trained_shards, update_rows
+from shardgraph.report.step import batch_of, program_halves, program_memory, tasks_of
 from shardgraph.report.tables import ModuleCosts, operation_table
 from shardgraph.report.transfers import Transfer, table_of, transfers_of
+from shardgraph.report.update import trained_shards, update_rows
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
 _TIMES = mapping_of("the times of a WaitTracker", NOT_NEGATIVE, lambda name: isinstance(name, tuple))
@@ -349,7 +350,7 @@ def analyze_program(
     shards = trained_shards(program.context, program.trained)
     rows = (
         *rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused),
-        *update_rows(shards, optimizer, device, memory, plan.world_size),
+        *update_rows(shards, optimizer, device, memory, plan),
     )
     samples, tokens = (plan.data_size * count for count in batch_of(program))
     return Analysis(plan, cluster, optimizer, samples, tokens, rows, other_sizes)

@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 
 from shardgraph.capture.private_copy import private_copy
-from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
@@ -198,6 +197,8 @@ def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
 def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
     for rows in zip(*programs, strict=True):
         temporaries = [row.memory.get("temporaries", 0) for row in rows]
+        if len(set(temporaries)) > 1:
+            raise NotPeriodicError("more layers are updated together, up to a limit that these few do not reach")
         *before, first, second = (
             replace(row, memory={kind: n for kind, n in row.memory.items() if kind != "temporaries"}) for row in rows
         )
@@ -208,19 +209,7 @@ def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row
             for name in ("read", "written", "seconds")
         )
         row = replace(_grown(first, first, (more, first, second)), read=read, written=written, seconds=seconds)
-        taken = _temporaries(rows[0].operation, temporaries[-2:], more)
-        yield replace(row, memory={**row.memory, **({"temporaries": taken} if taken else {})})
-
-
-def _temporaries(optimizer: str, few: Sequence[int], more: int) -> int:
-    """What the update takes for itself with ``more`` layers: as much as the largest parameter, or as all that is
-    updated together, which is everything as long as that is small."""
-    if few[0] == few[1]:
-        return few[0]
-    if not all(isinstance(nbytes, int) for nbytes in few):
-        raise NotPeriodicError("all parameters are updated together, which more layers are too large for at some sizes")
-    most = optimizer_cost(optimizer).temporaries * UPDATED_TOGETHER
-    return min(few[0] + more * (few[1] - few[0]), most)
+        yield replace(row, memory={**row.memory, **({"temporaries": temporaries[0]} if temporaries[0] else {})})
 
 
 def mark(row: Row) -> Mark:

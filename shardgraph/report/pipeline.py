@@ -26,7 +26,8 @@ from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import StepCosts
-from shardgraph.report.step import batch_of, tasks_of, trained_shards, update_memory, update_rows
+from shardgraph.report.step import batch_of, tasks_of
+from shardgraph.report.update import trained_shards, update_memory, update_rows
 from shardgraph.sizes import format_bytes, format_seconds
 
 _ROUNDING = 1e-9  # of a sum of seconds
@@ -310,7 +311,9 @@ class _Stages:
         earlier = (each for each in self.program.stages[: stage.number] if plan.pipeline.rank_of(each.number) == rank)
         counted = {fqn for each in earlier for fqn in each.parameters}  # tied weights are once on a rank
         shards = trained_shards(context, stage.trained - counted)
-        optimizer = update_memory(shards[0], self.optimizer)
+        reducing = stage.kept.backward if stage.reduce is None else stage.reduce
+        graphs = [graph for graph in (stage.gather, stage.kept.forward, reducing) if graph is not None]
+        optimizer, _ = update_memory(graphs, shards, self.optimizer, self.whole)
         gathered = [] if stage.gather is None else [value for _, value in ir.outputs(stage.gather)]
         buffers = [n for role, n in ir.placeholders(stage.kept.forward).items() if isinstance(role, ir.Buffer)]
         on_device = [fqn for fqn in stage.parameters if fqn not in counted and not context.parameters[fqn].offload]
@@ -328,9 +331,7 @@ class _Stages:
             rows=rows,
             cost=self._cost(stage, halves, rows, saved, kept, sum(state.values()) + sum(gradients.values())),
             once=sum(self._seconds_of(graph) for graph in (stage.gather, stage.reduce) if graph is not None),
-            update=sum(
-                row.seconds for row in update_rows(shards, self.optimizer, device, memory, plan.of_stage.world_size)
-            ),
+            update=sum(row.seconds for row in update_rows(shards, self.optimizer, device, memory, self.whole)),
             state=state,
             gradients=sum(gradients.values()),
             working=self._working(stage, halves, live, saved),

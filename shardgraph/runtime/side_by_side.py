@@ -15,7 +15,6 @@ from torch import fx
 
 from shardgraph import ir, torch_api
 from shardgraph.ir import buckets
-from shardgraph.ir.attributes import ROLE
 
 _address, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 
@@ -77,11 +76,8 @@ class Stored:
 
     def arrange(self, gm: fx.GraphModule, parameter: Callable[[str], torch.Tensor]) -> None:
         """Store the shards side by side that a graph packs, unless one of them already is, or has other readers."""
-        for pack in gm.graph.find_nodes(op="call_function", target=buckets.pack):
-            shards = [(ROLE.get(shard), elements) for shard, elements in buckets.stored(pack)]
-            named = {role.fqn: elements for role, elements in shards if isinstance(role, ir.Parameter)}
-            if named and len(named) == len(shards):
-                self.store(named, parameter)
+        for named in buckets.stored_parameters(gm):
+            self.store(named, parameter)
 
     def has(self, fqn: str) -> bool:
         """Whether a parameter's shard is stored beside others."""

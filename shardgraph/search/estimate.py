@@ -183,7 +183,7 @@ class _Estimate:
         cost, device = optimizer_cost(self.optimizer), self.cluster.device
         rate = device.linked_host.optimizer if self._on_host else device.rate("optimizer")
         assert rate is not None
-        nbytes, alone = whole.parameters / self._sharded, self._on_host or self.layout.ranks == self.layout.stages
+        nbytes, alone = whole.parameters / self._sharded, self._on_host or self.layout.ranks == 1
         updates = whole.tensors if alone else min(whole.tensors, nbytes / UPDATED_TOGETHER + 1)
         update = cost.moved * nbytes / rate.per_second + rate.overhead * updates
         if self.layout.stages == 1:

@@ -18,12 +18,12 @@ import torch
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
+from shardgraph.passes.analysis.local import shard_bytes
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.passes.program import Program
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.folding import Stack
-from shardgraph.report.step import trained_shards
 
 _LASTING = ("parameters", "buffers", "inputs", "gradients", "optimizer state", "gathered parameters")
 """Kinds of memory that no layer's microbatch adds to."""
@@ -239,7 +239,7 @@ def _states(program: Program, names: Iterable[str]) -> Iterator[Part]:
                 if isinstance(role, Parameter)}  # fmt: skip
     for fqn in names:
         stored = context.stored[fqn].itemsize
-        elements = sum(map(sum, trained_shards(context, [fqn]))) // stored
+        elements = shard_bytes(context, fqn, 0) // stored
         item = computed.get(fqn, stored)
         reduced = getattr(torch, reduce).itemsize if reduce else item
         sizes = (elements * stored, elements * item, elements * reduced)

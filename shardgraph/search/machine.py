@@ -46,13 +46,13 @@ def with_devices(cluster: Cluster, ranks: int) -> Cluster:
 
 def resolve_axes(plan: str | Plan, mesh: Mapping[str, int] | None, cluster: Cluster | str | Path | None) -> Mesh:
     """The mesh to plan for: the given one, else the plan's own, else the whole cluster of :func:`machine_for`;
-    ``"single"`` is of one rank."""
+    ``"single"`` has none."""
     if mesh is not None:
         return tuple(mesh.items())
     if isinstance(plan, Plan):
         return plan.whole_mesh
     if plan == "single":
-        return (("dp", 1),)
+        return ()
     machine = Cluster.detect() if cluster is None else machine_for(cluster, 1)  # only its size matters
     return default_mesh(plan, machine.world_size, machine.devices_per_node)
 

@@ -13,7 +13,6 @@ from typing import Any
 import sympy
 from sympy.polys.rings import PolyElement
 
-from shardgraph.cost_models.optimizers import UPDATED_TOGETHER
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.passes.analysis.liveness import profile_step
@@ -22,7 +21,8 @@ from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_p
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
 from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend
-from shardgraph.report.step import are_updated_together, program_halves, update_memory, update_rows
+from shardgraph.report.step import program_halves
+from shardgraph.report.update import Shards, update_memory, update_rows
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes
 
@@ -190,24 +190,17 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
     halves = size_program([program_halves(program) for program in programs], points, sizes, first.context)
     roles = placeholders(halves["forward"]).items()
     trained = [(role.fqn, n) for role, n in roles if isinstance(role, Parameter) and role.fqn in first.trained]
-    on_device, on_host = (
-        [node.meta["val"].nbytes for fqn, node in trained if first.parameters[fqn].offload is host]
-        for host in (False, True)
-    )
+    shards = Shards.of(first.context, {fqn: node.meta["val"].nbytes for fqn, node in trained})
 
     def magnitude(size: Any) -> int:
         """The number of bytes on the present mesh; those of a parameter do not depend on the inputs."""
         return int(sizes.expression(size).subs({sizes.axes[axis]: ranks for axis, ranks in mesh}))
 
-    shards, ranks, device = (on_device, on_host), first.plan.world_size, question.machine.device
-    least = UPDATED_TOGETHER if are_updated_together(shards, ranks) else 0
-    updates = (
-        update_memory(on_device, question.optimizer, magnitude, least=least),
-        update_memory(on_host, question.optimizer, magnitude),
-    )
+    device = question.machine.device
+    updates = update_memory(list(halves.values()), shards, question.optimizer, first.plan, magnitude)
     memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates, gloo=device.is_cpu)
     yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
-    yield from update_rows(shards, question.optimizer, device, memory, ranks, sizes.expression, magnitude)
+    yield from update_rows(shards, question.optimizer, device, memory, first.plan, sizes.expression, magnitude)
 
 
 def _peak(lives: Sequence[Any], sizes: Sizes) -> sympy.Expr:
