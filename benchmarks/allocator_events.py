@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def allocator_peak(run: Callable[[], Any]) -> int:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return _peak([event["args"] for event in events if event.get("name") == "[memory]"])
+    allocations = [event for event in events if event.get("name") == "[memory]"]
+    allocations.sort(key=itemgetter("ts"))  # they are written thread by thread
+    return _peak([event["args"] for event in allocations])
 
 
 def _peak(events: list[dict[str, Any]]) -> int:

@@ -253,7 +253,8 @@ def test_activations_fall_by_the_degree(degree):
     def peak(plan: str, mesh: dict[str, int]) -> int:
         model, call = Loss(llama(2, vocab_size=256)), text(1, 256)
         found = shardgraph.analyze(model, plan=plan, example_kwargs=call, mesh=mesh, cluster=toy_cluster())
-        return found.peak.memory["saved"] + found.peak.memory["temporaries"]
+        rows = (row.memory for row in found.rows if row.half != "optimizer")  # whose memory is not of activations
+        return max(memory.get("saved", 0) + memory.get("temporaries", 0) for memory in rows)
 
     assert peak("cp", {"cp": degree}) < 1.05 / degree * peak("single", {"dp": 1})
 
@@ -263,7 +264,7 @@ def test_no_rank_has_a_whole_mask():
     length = 512
     made = build_program(Loss(llama(2)), resolve_plan("cp", (("cp", 2),)), (), text(1, length))
     values = [node.meta.get("val") for half in (made.forward, made.backward) for node in half.graph.nodes]
-    assert max(v.numel() for v in values if isinstance(v, torch.Tensor)) == length * length // 2
+    assert max(v.numel() for v in values if isinstance(v, torch.Tensor)) <= length * length // 2
 
 
 # -- plans -------------------------------------------------------------------------------------------------

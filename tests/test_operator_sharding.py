@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError, torch_api
 from shardgraph.ir import collectives, take_part
+from shardgraph.ir.attributes import REDUCES
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program
@@ -144,13 +145,15 @@ def program(plan: str, layers: int, ranks: int = 2) -> Program:
 
 
 def sent_by_a_layer(plan: str) -> dict[str, Counter]:
-    """Large collectives of a half, by kind and elements: those of four layers without those of three."""
+    """Large collectives of a half, by kind and elements: those of four layers without those of three. One reduces the
+    gradients of all norms."""
     found: dict[str, Counter] = {}
     for name in ("forward", "backward"):
         three, four = (
             Counter(
                 (node.target.__name__.split(".")[0], max(node.meta["val"].numel(), node.args[0].meta["val"].numel()))
                 for node in collectives(getattr(program(plan, layers), name))
+                if node not in REDUCES
             )
             for layers in (3, 4)
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from shardgraph import Cluster, ir, preset
+from shardgraph import Cluster, Precision, ir, preset
 from shardgraph.ir.attributes import REDUCES
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.analysis.sized import Sizes, size_program
@@ -16,6 +16,7 @@ from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.passes.schedule.transfers import Lane, reductions_of, wait_of
 from shardgraph.report.analysis import analyze_program
+from shardgraph.report.bound import least_exposed
 from shardgraph.report.step import program_memory
 
 H100 = Cluster.of("H100")
@@ -46,8 +47,8 @@ def names(gm: fx.GraphModule) -> list[str]:
     return [node.name for node in gm.graph.nodes]
 
 
-def exposed(program: Program) -> float:
-    return sum(each.exposed for each in analyze_program(program, H100).transfers if each.half == "backward")
+def exposed(program: Program, half: str = "backward") -> float:
+    return sum(each.exposed for each in analyze_program(program, H100).transfers if each.half == half)
 
 
 def leave_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -70,10 +71,32 @@ def test_weight_gradients_are_computed_behind_sums_over_tensor_parallel_ranks(mo
     assert exposed(moved) < 0.5 * exposed(plain)
 
 
-def test_what_is_computed_behind_collectives_takes_no_more_memory(monkeypatch) -> None:
-    moved = program_memory(built("tp", {"tp": 4}), "sgd", gloo=False).peak_bytes
+def test_the_next_weights_are_cast_behind_the_sums_of_forward(monkeypatch) -> None:
+    moved = built("tp", {"tp": 4}, precision=Precision("bf16"))
     leave_out(monkeypatch, "compute_behind")
-    assert moved <= program_memory(built("tp", {"tp": 4}), "sgd", gloo=False).peak_bytes
+    plain = built("tp", {"tp": 4}, precision=Precision("bf16"))
+    assert sorted(names(moved.forward)) == sorted(names(plain.forward))
+    casts = [r for r in analyze_program(plain, H100).rows if r.half == "forward" and r.operation == "_to_copy.default"]
+    behind_a_sum = sum(row.seconds for row in casts if row.module.startswith(("layers.1", "layers.2", "layers.3")))
+    assert exposed(plain, "forward") - exposed(moved, "forward") > 0.9 * behind_a_sum > 0
+
+
+@pytest.mark.parametrize("plan", ["tp", "tp+sp"])
+def test_what_collectives_of_operators_expose_is_near_the_least_of_any_order(plan) -> None:
+    program = built(plan, {"tp": 4}, precision=Precision("bf16"))
+    assert analyze_program(program, H100).time.exposed < 1.3 * least_exposed(program, H100)
+
+
+@pytest.mark.parametrize("precision", ["", "bf16"])
+@pytest.mark.parametrize("plan", ["tp", "tp+sp"])
+def test_what_is_computed_behind_collectives_takes_no_more_memory(monkeypatch, plan, precision) -> None:
+    def peak() -> int:
+        program = built(plan, {"tp": 4}, precision=Precision(precision or None))
+        return program_memory(program, "sgd", gloo=False).peak_bytes
+
+    moved = peak()
+    leave_out(monkeypatch, "compute_behind")
+    assert moved <= peak()
 
 
 def test_what_draws_random_numbers_stays_where_it_is() -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -137,6 +137,8 @@ def _profile(
             storages += _workspaces(gm, len(points))
         if gloo:
             storages += _received(gm, len(points))
+        if workspaces and gloo:
+            storages += _flattened(gm, len(points))
         points += [(name, node.name) for node in gm.graph.nodes]
     if len(graphs) > 1:  # the caller holds the outputs that the loss depends on
         tangents = {role.index for role in ir.placeholders(graphs["backward"]) if isinstance(role, ir.Tangent)}
@@ -180,6 +182,21 @@ def _received(gm: fx.GraphModule, start: int) -> Iterator[Storage]:
         if result.device.type == "cpu":
             until = max(index[user] for user in node.users)
             yield Storage(operand.nbytes - result.nbytes, index[node], until, "communication buffers")
+
+
+def _flattened(gm: fx.GraphModule, start: int) -> Iterator[Storage]:
+    """What gloo gathers tensors on the CPU into, on a thread of its own, before it copies to the result: for one gather
+    of a group at a time, of those that have started and are not awaited."""
+    index = {node: i for i, node in enumerate(gm.graph.nodes, start)}
+    gathers: dict[str, list[tuple[int, int, int]]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=ir.ALL_GATHER):
+        if node.meta["val"].device.type == "cpu":
+            until = max(index[user] for user in node.users)
+            gathers.setdefault(ir.group_of(node), []).append((index[node], until, node.meta["val"].nbytes))
+    for each in gathers.values():
+        for begin, end in pairwise(sorted({point for first, until, _ in each for point in (first, until)})):
+            if largest := max((nbytes for first, until, nbytes in each if first <= begin < until), default=0):
+                yield Storage(largest, begin, end - 1, "communication buffers")
 
 
 _OF_CALLER = (ir.Parameter, ir.Buffer, ir.Input)

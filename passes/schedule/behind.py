@@ -2,12 +2,14 @@
 
 Between a tensor-parallel layer's gradient and its sum over ranks nothing is left to compute that depends on it, but the
 gradients of weights do not: computed behind the start of the collective, they hide it. As the backward of weights fills
-a pipeline's bubbles (P. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241).
+a pipeline's bubbles (P. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241). In forward, weights that are
+cast for what comes next do not depend on it either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ def compute_behind(step: Sequence[fx.GraphModule], times: Times, context: Contex
     """Move computation behind the collectives of a step's graphs that are neither gathers nor reductions.
 
     Their waits come before the first node that uses them. What precedes a start, and is not needed for it, is put
-    before its wait, from the last such node on, until it takes as long as the collective; where it holds operands for
-    longer, their bytes fit under the peak that the step has without that.
+    before its wait, from the last such node on, until it takes as long as the collective; then what comes after the
+    wait, up to the next such collective, and does not need it. Where operands are held for longer, or results for
+    earlier, their bytes fit under the peak that the step has without that.
     """
     graphs = {gm: [start for start in ir.collectives(gm) if _is_of_operators(start)] for gm in step}
     if not any(graphs.values()):
@@ -39,7 +42,8 @@ def compute_behind(step: Sequence[fx.GraphModule], times: Times, context: Contex
         for start in starts:
             _await_at_use(start)
         for start in starts:
-            _move_behind(start, seconds, memory)
+            left = _move_behind(start, seconds, memory)
+            _bring_forward(start, left, seconds, memory)
 
 
 def _is_of_operators(start: fx.Node) -> bool:
@@ -52,34 +56,96 @@ def _await_at_use(start: fx.Node) -> None:
         min(wait.users).prepend(wait)
 
 
-def _move_behind(start: fx.Node, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
+_EARLIER_COLLECTIVES = 2
+"""What hides a collective may come before so many others, unless it hides those."""
+
+_ENOUGH = 0.9
+"""The part of a collective that is worth hiding: what is left of others can be hidden by what would go beyond."""
+
+
+def _move_behind(start: fx.Node, seconds: Mapping[fx.Node, float], memory: Memory) -> float:
+    """Returns the seconds of the collective that nothing hides yet."""
     wait = wait_of(start)
-    beside = list(_between(start, wait))
-    left = seconds[start] - sum(seconds[node] for node in beside)
-    most = max(memory.live[each] for each in (start, *beside))
-    needed, moved, held = {start, *start.all_input_nodes}, dict[fx.Node, None](), dict[Any, int]()
-    node = start.prev
-    while left > 0 and node.op == "call_function" and not (ir.is_wait(node) and _is_of_operators(node.args[0])):
-        most = max(most, memory.live[node])
-        if node in needed or not _may_move(node, moved, wait):
-            needed |= {node, *node.all_input_nodes}
-        else:
-            for operand in node.all_input_nodes:
-                held |= _held_until(wait, operand)
-            if most + sum(held.values()) > memory.peak:
+    passed = [start, *_between(start, wait)]  # before the wait, and what of it is not moved is needed before
+    left = seconds[start] - sum(seconds[node] for node in passed[1:])
+    most = max(memory.live[each] for each in passed)
+    needed, moved, held = {start, *start.all_input_nodes}, set[fx.Node](), dict[Any, int]()
+    tied: dict[fx.Node, list[fx.Node]] = {}  # to their operand, which nothing else needs: moved with it
+    node, earlier = start.prev, 0
+    while left > (1 - _ENOUGH) * seconds[start] and node.op == "call_function":
+        if ir.is_wait(node) and _is_of_operators(node.args[0]):
+            earlier += 1
+            if earlier > _EARLIER_COLLECTIVES:
                 break
-            moved[node] = None
-            left -= seconds[node]
+            hidden = [node.args[0], *_between(node.args[0], node), node]
+            most = max(most, *(memory.live[each] for each in hidden))
+            needed |= {*hidden, *chain.from_iterable(each.all_input_nodes for each in hidden)}
+            passed += hidden
+            node = hidden[0].prev
+            continue
+        most = max(most, memory.live[node])
+        unit = [node, *tied.pop(node, [])]
+        if node in needed or not _may_move(node, {*moved, *unit}, wait):
+            needed |= {node, *node.all_input_nodes}
+        elif (operand := _own_operand(node)) is not None and operand not in needed:
+            tied[operand] = unit
+        else:
+            more = dict(chain.from_iterable(_held_until(wait, each).items() for each in node.all_input_nodes))
+            if most + sum((held | more).values()) > memory.peak:
+                break
+            held |= more
+            moved.update(unit)
+            left -= sum(seconds[each] for each in unit)
+        passed.append(node)
         node = node.prev
-    for node in reversed(moved):
+    for each in sorted(moved):
+        wait.prepend(each)
+    for each in passed if moved else ():
+        memory.live[each] += sum(held.values())
+    return left
+
+
+def _own_operand(node: fx.Node) -> fx.Node | None:
+    """The only operation that a node needs, if nothing else needs it: a product that is cast."""
+    operands = [each for each in node.all_input_nodes if each.op == "call_function"]
+    return operands[0] if len(operands) == 1 and len(operands[0].users) == 1 and _is_ordinary(operands[0]) else None
+
+
+def _bring_forward(start: fx.Node, left: float, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
+    wait = wait_of(start)
+    passed = [start, *_between(start, wait), wait]
+    most, held = max(memory.live[each] for each in passed), 0
+    late = {wait}  # what must come after the wait
+    earlier = list[fx.Node]()
+    node = wait.next
+    while left > 0 and node.op == "call_function" and not (ir.is_collective(node) and _is_of_operators(node)):
+        most = max(most, memory.live[node])
+        results = sum(_storages(node).values())
+        if not late.isdisjoint(node.all_input_nodes) or not _is_ordinary(node) or _is_transfer(node):
+            late.add(node)
+        elif most + held + results > memory.peak:
+            break
+        else:
+            earlier.append(node)
+            held += results
+            left -= seconds[node]
+        passed.append(node)
+        node = node.next
+    for node in earlier:
         wait.prepend(node)
+    for node in passed if earlier else ():
+        memory.live[node] += held
 
 
 def _held_until(wait: fx.Node, operand: fx.Node) -> dict[Any, int]:
     """The storages of an operand, with their bytes, that something behind ``wait`` does not hold anyway."""
     if any(user > wait for user in operand.users) or isinstance(ROLE.get(operand), (ir.Parameter, ir.Input, ir.Buffer)):
         return {}
-    tensors = (leaf for leaf in tree_leaves(operand.meta["val"]) if isinstance(leaf, torch.Tensor))
+    return _storages(operand)
+
+
+def _storages(node: fx.Node) -> dict[Any, int]:
+    tensors = (leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor))
     return {tensor.untyped_storage(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
@@ -90,8 +156,17 @@ def _between(start: fx.Node, wait: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _may_move(node: fx.Node, moved: Mapping[fx.Node, None], wait: fx.Node) -> bool:
+def _may_move(node: fx.Node, moved: Collection[fx.Node], wait: fx.Node) -> bool:
     """Whether a node may come right before ``wait``: what uses it comes later, and it is an ordinary operation."""
+    return _is_ordinary(node) and all(user in moved or user > wait for user in node.users)
+
+
+def _is_ordinary(node: fx.Node) -> bool:
+    """Whether when a node is computed makes no difference to what it computes, nor to others."""
     schema = getattr(node.target, "_schema", None)
     mutates = schema is not None and schema.is_mutable
-    return not draws(node) and not mutates and all(user in moved or user > wait for user in node.users)
+    return not draws(node) and not mutates
+
+
+def _is_transfer(node: fx.Node) -> bool:
+    return ir.is_collective(node) or ir.is_copy(node) or ir.is_wait(node)

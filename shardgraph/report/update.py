@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, cast
 
 from torch import fx
@@ -56,7 +56,8 @@ class Shards:
 
 def trained_shards(context: Context, trained: Iterable[str], rank: int = 0) -> Shards:
     """The shards that ``rank`` has of the parameters with these names."""
-    return Shards.of(context, {fqn: shard_bytes(context, fqn, rank) for fqn in sorted(trained)})
+    names = set(trained)
+    return Shards.of(context, {fqn: shard_bytes(context, fqn, rank) for fqn in context.shapes if fqn in names})
 
 
 def update_memory(
@@ -70,14 +71,21 @@ def update_memory(
     the ``graphs`` of a plan take and give; ``magnitude`` orders symbolic sizes. Of state in files there are only its
     counters."""
     cost, (on_device, on_host) = optimizer_cost(optimizer), shards.places
-    sizes = [cost.temporaries * nbytes for nbytes in on_device]
+
+    def temporaries(sizes: Iterable[Any]) -> Iterator[Any]:
+        """Of the update of tensors of these sizes, one after the other."""
+        return (cost.left * before + cost.temporaries * nbytes for before, nbytes in pairwise([0, *sizes]))
+
+    of_device, of_host = list(temporaries(on_device)), list(temporaries(on_host))
     if are_updated_together(shards, plan):
-        sizes += [(cost.temporaries + copies) * nbytes for nbytes, copies in _runs(graphs, shards, magnitude)]
+        runs = list(_runs(graphs, shards, magnitude))
+        of_device = list(temporaries(nbytes for nbytes, copies in runs if not copies))
+        of_device += [(cost.temporaries + copies) * nbytes for nbytes, copies in runs if copies]
     counters = [cost.counters * 4 * len(each) for each in (on_device, on_host)]
-    of_host = 0 if plan.offload.optimizer_state else cost.states * sum(on_host)
+    state_on_host = 0 if plan.offload.optimizer_state else cost.states * sum(on_host)
     return (
-        UpdateMemory(cost.states * sum(on_device) + counters[0], max(sizes, key=magnitude, default=0)),
-        UpdateMemory(of_host + counters[1], cost.temporaries * max(on_host, key=magnitude, default=0)),
+        UpdateMemory(cost.states * sum(on_device) + counters[0], max(of_device, key=magnitude, default=0)),
+        UpdateMemory(state_on_host + counters[1], max(of_host, key=magnitude, default=0)),
     )
 
 
@@ -89,8 +97,8 @@ def are_updated_together(shards: Shards, plan: Plan) -> bool:
 def _runs(
     graphs: Iterable[fx.GraphModule], shards: Shards, magnitude: Callable[[Any], int]
 ) -> Iterator[tuple[Any, int]]:
-    """What is updated together: bytes of the shards, and how many copies of these there are beside the shards and
-    gradients. There is one of gradients that do not lie side by side, and of shards another one.
+    """What is updated together, in order: bytes of the shards, and how many copies of these there are beside the shards
+    and gradients. There is one of gradients that do not lie side by side, and of shards another one.
     """
     gradients: dict[str, fx.Node] = {}
     stored: list[list[str]] = []
@@ -110,7 +118,7 @@ def _runs(
     small = [fqn for fqn in sizes if fqn not in before and sizes[fqn] <= SMALL_SHARD]  # the first update stores these
     for alike in _by(shards.kind, _in_memory(small, lies)):
         stored += stretches(alike, STORED_TOGETHER)
-    for bucket in stored:
+    for bucket in (*stored, *([fqn] for fqn in sizes if fqn not in before and fqn not in small)):
         kinds = _by(shards.kind, filter(sizes.__contains__, bucket))
         for run in chain.from_iterable(stretches(alike, most) for alike in kinds):
             copies = 0 if len(run) == 1 else 2 if len(kinds) > 1 else len({lies[fqn][0] for fqn in run}) > 1
