@@ -60,7 +60,24 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-KINDS: dict[str, type[nn.Module]] = {"asks for its rank": Asking, "sets an attribute": Counting, "differs": Scaled}
+class Typed(nn.Module):
+    """Asks for the type of a tensor, which the tracer looks up under a name that only its process knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y if isinstance(x, type(y)) else -y
+
+
+KINDS: dict[str, type[nn.Module]] = {
+    "asks for its rank": Asking,
+    "sets an attribute": Counting,
+    "differs": Scaled,
+    "asks for a type": Typed,
+}
 
 
 @contextmanager
@@ -111,8 +128,8 @@ def _step(module: Any, call: Any) -> torch.Tensor:
     return loss
 
 
-def alone(kind: str) -> tuple[dict[str, int], float]:
-    """What a rank has made of a model that no other can capture for it, and how far its output is from the model's."""
+def captured(kind: str) -> tuple[dict[str, int], float]:
+    """What a rank has made of a model of this kind, and how far its output is from the model's."""
     torch.manual_seed(0)
     original, x = KINDS[kind](), torch.ones(2, 4)
     with counted() as counts:

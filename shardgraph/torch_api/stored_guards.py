@@ -9,6 +9,7 @@ import builtins
 import dataclasses
 import functools
 import importlib
+import re
 import sys
 from contextlib import suppress
 from types import CodeType, ModuleType
@@ -29,6 +30,9 @@ from shardgraph.torch_api.hook_guards import NoHooks, without_hooks
 _PLAIN = (type(None), bool, int, str)
 _LIBRARIES = frozenset(("torch", "transformers", "shardgraph"))
 
+_PUT = re.compile(r"\w*_\d+_c\w+")
+"""Names under which the tracer puts values into forward's globals, with addresses, which only its process knows."""
+
 
 class NotStored(Exception):
     """A guard that cannot be written down, or cannot be made again."""
@@ -45,7 +49,10 @@ def guards_data(captured: Any, model: nn.Module, repeated: Repeated = ()) -> Any
     names = {"L": {**output.local_scope, first: model}, "G": output.global_scope}
     table: dict[Source, int] = {}
     rows: list[Any] = []
-    scope = _scope(output.import_sources, output.name_of_builtins_dict_key_in_fglobals, model)
+    builtins_name, imports = output.name_of_builtins_dict_key_in_fglobals, dict(output.import_sources)
+    put = {name: value for name, value in output.global_scope.items() if _PUT.fullmatch(name)}
+    imports |= {name: value.__name__ for name, value in put.items() if isinstance(value, ModuleType)}
+    scope = _scope(imports, builtins_name, model)
 
     def number(source: Source) -> int:
         if source in table:
@@ -53,8 +60,10 @@ def guards_data(captured: Any, model: nn.Module, repeated: Repeated = ()) -> Any
         kind = type(source)
         if getattr(sources, kind.__name__, None) is not kind:
             raise NotStored(f"a guard of {source.name}")
-        if isinstance(source, sources.GlobalSource) and source.global_name not in scope:
-            raise NotStored(f"a guard of the global {source.global_name}")
+        if isinstance(source, sources.GlobalSource):
+            name = source.global_name
+            if name not in scope or name in put.keys() - imports.keys():
+                raise NotStored(f"a guard of the global {name}")
         row = [kind.__name__]
         for field in dataclasses.fields(source):
             if field.init:
@@ -82,8 +91,8 @@ def guards_data(captured: Any, model: nn.Module, repeated: Repeated = ()) -> Any
     return {
         "self": first,
         "names": [*output.local_scope],
-        "imports": dict(output.import_sources),
-        "builtins": output.name_of_builtins_dict_key_in_fglobals,
+        "imports": imports,
+        "builtins": builtins_name,
         "sources": rows,
         "guards": made,
         "hooks": hooks,
