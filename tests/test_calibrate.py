@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_the_computation_hides_what_a_collective_does_not_add_to_it() -> None:
 def test_a_collective_that_adds_more_than_its_own_time_takes_that_and_is_not_hidden() -> None:
     transfers, overlap = behind_computation(transfers_adding(1.0, 1.5, 2.5))
     assert overlap == 0 and [transfer.seconds for transfer in transfers] == [1.5, 1.5, 1.5]
+
+
+def test_an_operation_that_adds_more_than_others_takes_longer_as_far_as_it_is_not_hidden() -> None:
+    def seconds(*parts: float) -> list[float]:
+        """Of an operation that adds as much as most do, and one that adds twice that."""
+        usual, more = transfers_adding(*parts), transfers_adding(*(2 * part for part in parts))
+        scattered, gathered = (
+            [replace(each, operation=operation) for each in transfers]
+            for operation, transfers in (("reduce_scatter_tensor", usual), ("all_gather_into_tensor", more))
+        )
+        transfers, _ = behind_computation([*usual, *scattered, *gathered])
+        return [transfers[0].seconds, transfers[-1].seconds]
+
+    assert seconds(0.5) == [1.0, 1.5]
+    assert seconds(0.02) == [1.0, pytest.approx(1.02)]
 
 
 def test_a_computation_that_noise_made_shorter_hides_all() -> None:

@@ -83,11 +83,22 @@ def behind_computation(transfers: Sequence[Transfer]) -> tuple[list[Transfer], f
     """The collectives with their times when overlapped with a computation, and the fraction of them that is hidden.
 
     If both share the cores, both take longer: a collective then costs the time that it adds, and nothing is hidden.
-    One ratio is used for all of them, since single timings are noisy and a maximum per timing would be too large for
-    most.
+    One fraction is used for all of them, since single timings are noisy and a maximum per timing would be too large for
+    most. Of operations that add more of their time than others do, as gloo's gather does, the time is longer by as
+    much, the more so the less is hidden: what they add is what a step sees of them.
     """
     ratio = max(statistics.median(t.added / t.seconds for t in transfers), 0.0) if transfers else 0.0
-    return [replace(t, seconds=t.seconds * max(ratio, 1.0)) for t in transfers], max(1 - ratio, 0.0)
+    overlap = max(1 - ratio, 0.0)
+    added = {
+        operation: max(sum(t.added for t in same) / sum(t.seconds for t in same), 0.0)
+        for operation, same in _by_operation(transfers).items()
+    }
+    usual = statistics.median(added.values()) if added else 0.0
+
+    def longer(operation: str) -> float:
+        return 1 + (1 - overlap) * (added[operation] / usual - 1) if usual else 1.0
+
+    return [replace(t, seconds=t.seconds * max(ratio, 1.0) * longer(t.operation)) for t in transfers], overlap
 
 
 def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str, float]]:
