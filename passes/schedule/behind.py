@@ -57,21 +57,21 @@ def _await_at_use(start: fx.Node) -> None:
 
 
 _EARLIER_COLLECTIVES = 2
-"""What hides a collective may come before so many others, unless it hides those."""
+"""What is put behind a collective may come before so many others, unless it is behind those."""
 
 _ENOUGH = 0.9
-"""The part of a collective that is worth hiding: what is left of others can be hidden by what would go beyond."""
+"""The part of a collective that is worth hiding: what would hide the rest is better put behind another one."""
 
 
 def _move_behind(start: fx.Node, seconds: Mapping[fx.Node, float], memory: Memory) -> float:
-    """Returns the seconds of the collective that nothing hides yet."""
+    """Put what precedes the start before the wait; returns the seconds of the collective that nothing hides yet."""
     wait = wait_of(start)
-    passed = [start, *_between(start, wait)]  # before the wait, and what of it is not moved is needed before
+    passed = [start, *_between(start, wait)]  # what operands of what is moved are held for longer beside
     left = seconds[start] - sum(seconds[node] for node in passed[1:])
     most = max(memory.live[each] for each in passed)
     needed, moved, held = {start, *start.all_input_nodes}, set[fx.Node](), dict[Any, int]()
     tied: dict[fx.Node, list[fx.Node]] = {}  # to their operand, which nothing else needs: moved with it
-    node, earlier = start.prev, 0
+    node, earlier, within = start.prev, 0, 0
     while left > (1 - _ENOUGH) * seconds[start] and node.op == "call_function":
         if ir.is_wait(node) and _is_of_operators(node.args[0]):
             earlier += 1
@@ -90,10 +90,11 @@ def _move_behind(start: fx.Node, seconds: Mapping[fx.Node, float], memory: Memor
         elif (operand := _own_operand(node)) is not None and operand not in needed:
             tied[operand] = unit
         else:
-            more = dict(chain.from_iterable(_held_until(wait, each).items() for each in node.all_input_nodes))
-            if most + sum((held | more).values()) > memory.peak:
+            more = {key: n for each in node.all_input_nodes for key, n in _held_until(wait, each).items()}
+            between = max(within, sum(sum(_storages(each).values()) for each in unit[:-1]))
+            if most + sum((held | more).values()) + between > memory.peak:
                 break
-            held |= more
+            held, within = held | more, between
             moved.update(unit)
             left -= sum(seconds[each] for each in unit)
         passed.append(node)
@@ -112,6 +113,7 @@ def _own_operand(node: fx.Node) -> fx.Node | None:
 
 
 def _bring_forward(start: fx.Node, left: float, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
+    """Put what comes after the wait, and does not need it, before it."""
     wait = wait_of(start)
     passed = [start, *_between(start, wait), wait]
     most, held = max(memory.live[each] for each in passed), 0
