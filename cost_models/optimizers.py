@@ -13,8 +13,9 @@ class OptimizerCost:
     """An optimizer's memory and traffic, counted in tensors of the size of a parameter's shard.
 
     ``states`` are kept for every parameter, and ``counters`` are scalar tensors of 4 bytes; ``temporaries`` are live
-    while one parameter is updated, of which ``left`` are still there while the next one is; ``moved`` are read or
-    written by its update.
+    while one parameter is updated, of which ``left`` are still there while the next one is, or ``at_once`` of each
+    while all of them are (torch's default for parameters on an accelerator that are no DTensors); ``moved`` are read or
+    written by an update.
     """
 
     states: int
@@ -22,12 +23,13 @@ class OptimizerCost:
     temporaries: int
     moved: int
     left: int = 0
+    at_once: int = 0
 
 
 OPTIMIZERS: dict[str, OptimizerCost] = {
-    # D. Kingma, J. Ba, "Adam", arXiv:1412.6980; torch.optim's form for one tensor at a time.
-    "adamw": OptimizerCost(states=2, counters=1, temporaries=2, moved=7, left=1),
-    "adam": OptimizerCost(states=2, counters=1, temporaries=2, moved=7, left=1),
+    # D. Kingma, J. Ba, "Adam", arXiv:1412.6980; torch.optim's forms for one tensor at a time and for all.
+    "adamw": OptimizerCost(states=2, counters=1, temporaries=2, moved=7, left=1, at_once=1),
+    "adam": OptimizerCost(states=2, counters=1, temporaries=2, moved=7, left=1, at_once=1),
     "sgd": OptimizerCost(states=0, counters=0, temporaries=0, moved=3),
     "sgd+momentum": OptimizerCost(states=1, counters=0, temporaries=0, moved=5),
 }

@@ -17,8 +17,9 @@ from shardgraph import ClusterError, ShardGraphError
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Rate
 from shardgraph.report.folding import SHALLOW, extend
+from shardgraph.runtime.measure import PeakMemory
 from tests.machines import GIB, toy_cluster
-from tests.zoo import make
+from tests.zoo import Deep, make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
 
@@ -349,3 +350,33 @@ def test_small_shards_are_updated_together_and_the_parameters_of_one_rank_each(p
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(24)))
     analysis = shardgraph.analyze(model, (torch.zeros(4, 32),), plan, mesh=mesh, cluster=cluster)
     assert analysis.time.optimizer == pytest.approx(updates, rel=0.01)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "sgd+momentum"])
+def test_what_torch_takes_to_update_all_parameters_at_once_is_predicted_for_an_accelerator(optimizer):
+    kind, _, momentum = optimizer.partition("+")
+    make = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[kind]
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    as_on_one = make(model.parameters(), lr=1e-3, foreach=True, **({"momentum": 0.9} if momentum else {}))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        as_on_one.step()
+    states = [value for state in as_on_one.state.values() for value in state.values() if value is not None]
+    held = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *states]
+    with PeakMemory().track(held) as memory:
+        as_on_one.step()
+    analysis = shardgraph.analyze(model, (torch.zeros(4, 32),), "single", cluster="H100", optimizer=optimizer)
+    predicted = analysis.rows[-1].memory.get("temporaries", 0)
+    assert predicted == memory.peak_bytes - sum(tensor.nbytes for tensor in held)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd+momentum"])
+def test_an_update_of_all_parameters_at_once_is_written_down_from_a_few_layers(optimizer):
+    call = {"model": Deep(12).to("meta"), "example_inputs": (torch.zeros(2, 32, device="meta"),)}
+    folded, whole = (
+        shardgraph.analyze(**call, plan="single", cluster="H100", optimizer=optimizer, fold=fold)
+        for fold in (True, False)
+    )
+    assert "+" in "".join(row.node for row in folded.rows), "was folded"
+    assert folded.rows[-1].memory == whole.rows[-1].memory

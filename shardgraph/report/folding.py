@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardgraph.capture.private_copy import private_copy
+from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
@@ -196,9 +197,7 @@ def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
 
 def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
     for rows in zip(*programs, strict=True):
-        temporaries = [row.memory.get("temporaries", 0) for row in rows]
-        if len(set(temporaries)) > 1:
-            raise NotPeriodicError("more layers are updated together, up to a limit that these few do not reach")
+        temporaries = _temporaries(rows, more)
         *before, first, second = (
             replace(row, memory={kind: n for kind, n in row.memory.items() if kind != "temporaries"}) for row in rows
         )
@@ -209,7 +208,18 @@ def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row
             for name in ("read", "written", "seconds")
         )
         row = replace(_grown(first, first, (more, first, second)), read=read, written=written, seconds=seconds)
-        yield replace(row, memory={**row.memory, **({"temporaries": temporaries[0]} if temporaries[0] else {})})
+        yield replace(row, memory={**row.memory, **({"temporaries": temporaries} if temporaries else {})})
+
+
+def _temporaries(rows: Sequence[Row], more: int) -> Any:
+    """What the update takes for itself with ``more`` layers: as with a few, or of all that is updated at once."""
+    few = [row.memory.get("temporaries", 0) for row in rows]
+    cost = optimizer_cost(rows[0].operation)
+    if all(nbytes * (cost.states + 1) == row.written * cost.at_once for nbytes, row in zip(few, rows, strict=True)):
+        return few[-2] + more * (few[-1] - few[-2])
+    if any(nbytes != few[0] for nbytes in few):
+        raise NotPeriodicError("more layers are updated together, up to a limit that these few do not reach")
+    return few[0]
 
 
 def mark(row: Row) -> Mark:

@@ -59,13 +59,14 @@ def program_memory(
 
     It is that of a ``train_step`` and the optimizer's after it, or of a ``whole_step`` without clipping, which frees
     gradients in backward.
-    With ``workspaces``, what CPU kernels take for themselves is included. ``gloo``: tensors on the CPU are communicated
-    there.
+    With ``workspaces``, what CPU kernels take for themselves is included. ``gloo``: the device is a CPU, whose tensors
+    are communicated there.
     """
     halves = program_halves(program, whole_step=whole_step)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     graphs = [forward] if backward is None else [forward, backward]
-    updates = update_memory(graphs, trained_shards(program.context, program.trained, rank), optimizer, program.plan)
+    shards = trained_shards(program.context, program.trained, rank)
+    updates = update_memory(graphs, shards, optimizer, program.plan, on_cpu=gloo)
     return profile_step(forward, backward, granule, *updates, workspaces=workspaces, gloo=gloo)
 
 

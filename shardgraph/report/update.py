@@ -66,10 +66,12 @@ def update_memory(
     optimizer: str,
     plan: Plan,
     magnitude: Callable[[Any], int] = int,
+    on_cpu: bool = True,
 ) -> tuple[UpdateMemory, UpdateMemory]:
     """The optimizer's memory on the device and on the host, in addition to the ``shards`` and their gradients, which
     the ``graphs`` of a plan take and give; ``magnitude`` orders symbolic sizes. Of state in files there are only its
-    counters."""
+    counters. ``on_cpu``: the device is one, where torch's optimizers update one parameter after the other.
+    """
     cost, (on_device, on_host) = optimizer_cost(optimizer), shards.places
 
     def temporaries(sizes: Iterable[Any]) -> Iterator[Any]:
@@ -81,6 +83,8 @@ def update_memory(
         runs = list(_runs(graphs, shards, magnitude))
         of_device = list(temporaries(nbytes for nbytes, copies in runs if not copies))
         of_device += [(cost.temporaries + copies) * nbytes for nbytes, copies in runs if copies]
+    elif not on_cpu and not on_host:
+        of_device = [cost.at_once * sum(on_device)]
     counters = [cost.counters * 4 * len(each) for each in (on_device, on_host)]
     state_on_host = 0 if plan.offload.optimizer_state else cost.states * sum(on_host)
     return (

@@ -303,7 +303,8 @@ class _Estimate:
             return lasting + saved + weights
         held = stored if layout.microbatches > 1 else 0.0  # of the calls before, to which this one's are added
         gradients = held + stored + (largest if sharded > 1 else 0.0)
-        temporaries = cost.temporaries * outside / sharded
+        at_once = layout.ranks == 1 and not self.cluster.device.is_cpu
+        temporaries = cost.at_once * weights if at_once else cost.temporaries * outside / sharded
         return lasting + max(saved + held, gradients, stored + temporaries)
 
     def _saved(self, rank: int, own: Sequence[Part]) -> float:

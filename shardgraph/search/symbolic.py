@@ -197,7 +197,8 @@ def _rows(programs: Sequence[Program], points: Sequence[Point], sizes: Sizes, so
         return int(sizes.expression(size).subs({sizes.axes[axis]: ranks for axis, ranks in mesh}))
 
     device = question.machine.device
-    updates = update_memory(list(halves.values()), shards, question.optimizer, first.plan, magnitude)
+    graphs = list(halves.values())
+    updates = update_memory(graphs, shards, question.optimizer, first.plan, magnitude, on_cpu=device.is_cpu)
     memory = profile_step(halves["forward"], halves.get("backward"), 1, *updates, gloo=device.is_cpu)
     yield from rows_of(halves, memory, SizedPrices(question.machine, mesh, sizes), source.fused)
     yield from update_rows(shards, question.optimizer, device, memory, first.plan, sizes.expression, magnitude)
