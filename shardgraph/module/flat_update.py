@@ -220,8 +220,11 @@ class FlatUpdate:
     def stretches(self, gradients: Mapping[str, torch.Tensor]) -> list[list[Run]]:
         """The runs in the steps that they may be taken in one after the other: each whose gradients have to be copied
         is a step of its own, so that there is one copy at a time, and all others are one."""
-        copied = [run for run in self.runs if not run.lie_together([gradients[name] for name in run.names])]
-        others = [run for run in self.runs if run not in copied]
+        copied: list[Run] = []
+        others: list[Run] = []
+        for run in self.runs:
+            together = run.lie_together([gradients[name] for name in run.names])
+            (others if together else copied).append(run)
         return [*([others] if others else []), *([run] for run in copied)]
 
     @contextmanager
