@@ -123,7 +123,12 @@ def _bring_forward(start: fx.Node, left: float, seconds: Mapping[fx.Node, float]
     while left > 0 and node.op == "call_function" and not (ir.is_collective(node) and _is_of_operators(node)):
         most = max(most, memory.live[node])
         results = sum(_storages(node).values())
-        if not late.isdisjoint(node.all_input_nodes) or not _is_ordinary(node) or _is_transfer(node):
+        if (
+            not late.isdisjoint(node.all_input_nodes)
+            or not _is_ordinary(node)
+            or ir.is_started(node)
+            or ir.is_wait(node)
+        ):
             late.add(node)
         elif most + held + results > memory.peak:
             break
@@ -168,7 +173,3 @@ def _is_ordinary(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     mutates = schema is not None and schema.is_mutable
     return not draws(node) and not mutates
-
-
-def _is_transfer(node: fx.Node) -> bool:
-    return ir.is_collective(node) or ir.is_copy(node) or ir.is_wait(node)

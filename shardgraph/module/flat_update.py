@@ -220,6 +220,8 @@ class FlatUpdate:
     def stretches(self, gradients: Mapping[str, torch.Tensor]) -> list[list[Run]]:
         """The runs in the steps that they may be taken in one after the other: each whose gradients have to be copied
         is a step of its own, so that there is one copy at a time, and all others are one."""
+        if len(self.runs) < 2:
+            return [self.runs]
         copied: list[Run] = []
         others: list[Run] = []
         for run in self.runs:

@@ -125,7 +125,11 @@ def _runs(
     for bucket in (*stored, *([fqn] for fqn in sizes if fqn not in before and fqn not in small)):
         kinds = _by(shards.kind, filter(sizes.__contains__, bucket))
         for run in chain.from_iterable(stretches(alike, most) for alike in kinds):
-            copies = 0 if len(run) == 1 else 2 if len(kinds) > 1 else len({lies[fqn][0] for fqn in run}) > 1
+            copies = 0
+            if len(run) > 1 and len(kinds) > 1:  # others are between them
+                copies = 2
+            elif len({lies[fqn][0] for fqn in run}) > 1:
+                copies = 1
             yield sum(shards.on_device[fqn] for fqn in run), copies
 
 
