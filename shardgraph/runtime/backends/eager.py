@@ -13,6 +13,7 @@ from shardgraph.ir.attributes import IN_PLACE
 from shardgraph.passes.analysis.overwrites import write_in_place
 from shardgraph.runtime.backends.gloo import suit_gloo
 from shardgraph.runtime.layouts import suit_layouts
+from shardgraph.runtime.quick_calls import quickened
 from shardgraph.runtime.side_by_side import read_where_stored
 from shardgraph.runtime.watch import flight
 
@@ -23,7 +24,7 @@ def backend(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     overwrite(gm)
     suit(gm)
     with flight.noting(gm):
-        return torch_api.boxed(gm)
+        return torch_api.boxed(quickened(gm))
 
 
 def overwrite(gm: fx.GraphModule) -> None:
