@@ -46,8 +46,8 @@ SECTIONS = {
     "gloo-2": Section("two_ranks", "two_ranks", 170),
     "context-parallel": Section("two_ranks", "context_parallel", 120),
     "tests": Section("suite", "tests", 150),
-    "memory-time": Section("predictions", "memory_and_time", 170, alone=True),
-    "speed": Section("speed", "speed", 130, alone=True),
+    "memory-time": Section("predictions", "memory_and_time", 220, alone=True),
+    "speed": Section("speed", "speed", 170, alone=True),
     "recompute-offload-chunks": Section("memory_savers", "memory_savers", 110, alone=True),
     "streams": Section("streams", "streams", 60, alone=True),
 }
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections alone")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps: a test of this script")
-    parser.add_argument("--limit", type=float, default=475.0, help="seconds for all sections (default: %(default)g)")
+    parser.add_argument("--limit", type=float, default=560.0, help="seconds for all sections (default: %(default)g)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:

@@ -90,13 +90,21 @@ class Link:
         return self.latencies.get(operation, self.latency)
 
 
+_RATE = instance("a Rate", Rate)
+
+
 @dataclass(frozen=True)
 class Host:
-    """The host of a device: the ``link`` to its memory, and the rate of ``optimizer`` updates on it in bytes read and
-    written."""
+    """The host of a device: the ``link`` to its memory, the rate of ``optimizer`` updates on it in bytes read and
+    written, and the seconds in which Python calls one ``call`` of an operation, which the device may have to wait for.
+    """
 
     link: Link
     optimizer: Rate
+    call: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "a host's ", link=instance("a Link", Link), optimizer=_RATE, call=NOT_NEGATIVE)
 
 
 _NBYTES = number("a positive number of bytes", lambda value: 1 <= value < math.inf)

@@ -109,18 +109,18 @@ class Timeline:
         return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 
-def simulate(tasks: Sequence[Task], overlap: float = 1.0) -> Timeline:
-    """Run ``tasks``, issued in this order.
+def simulate(tasks: Sequence[Task], overlap: float = 1.0, call: float = 0.0) -> Timeline:
+    """Run ``tasks``, issued in this order, each ``call`` seconds after the one before.
 
     Each stream runs its own tasks one after the other. An ``overlap`` below 1 slows computation during a collective:
     the fraction ``1 - overlap`` of a collective's time is added to the compute stream.
     """
     free: dict[str, float] = {}
     spans: list[Span] = []
-    for task in tasks:
+    for position, task in enumerate(tasks, 1):
         taken = (task.stream, f"link {task.link}") if task.link else (task.stream,)
         ready = max(free.get(each, 0.0) for each in taken)
-        start = max([ready, *(spans[i].end for i in task.after)])
+        start = max([ready, position * call, *(spans[i].end for i in task.after)])
         if task.stream not in (COMPUTE, *COPIES) and overlap < 1:
             # The cores that move the bytes are not available to the computation.
             free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds

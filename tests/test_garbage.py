@@ -1,11 +1,14 @@
 """The garbage collector and what a compilation makes: it is neither visited inside nor again right after."""
 
 import gc
+import weakref
 
 import pytest
 
+import shardgraph
 from shardgraph import garbage
 from shardgraph.garbage import collected_later
+from tests.zoo import make
 
 
 @pytest.fixture
@@ -41,5 +44,18 @@ def test_a_collector_that_is_off_stays_off():
         with collected_later():
             pass
         assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_the_first_call_returns_is_freed_without_the_collector():
+    model, (args, kwargs) = make("llama", 2)  # whose code catches exceptions, which the tracer keeps
+    sharded = shardgraph.compile(model, plan="single")
+    gc.disable()
+    try:
+        output = sharded(*args, **kwargs)
+        scores = weakref.ref(output.logits)
+        del output
+        assert scores() is None
     finally:
         gc.enable()

@@ -161,3 +161,9 @@ def test_measured_memory_has_backward_in_its_modules_and_is_within_the_allocator
     trace = tracker.trace
     assert {each.module for each in trace.moments if each.half == "backward"} >= {each.module for each in trace.moments}
     assert 0 < trace.peak.live <= trace.allocated
+
+
+def test_verify_compares_a_model_of_the_gpu_on_the_cpu():
+    model = blocks(depth=2).cuda()
+    report = shardgraph.verify(model, (torch.randn(4, 256, device="cuda"),), plan="fsdp")
+    assert report.ok and all(parameter.is_cuda for parameter in model.parameters())

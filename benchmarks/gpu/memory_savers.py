@@ -16,7 +16,7 @@ TOLERANCE = 1e-2  # of losses in bfloat16: their sums may be in another order
 
 def memory_savers(cases: Cases, machine: Machine) -> None:
     """Each way beside the plain program: losses of three steps, peak, step time, overlap of copies."""
-    make = models.llama(2, 64, 2, 16, 128) if machine.tiny else models.llama(12, 1024, 8, 1024)
+    make = models.loss_alone(models.llama(2, 64, 2, 16, 128) if machine.tiny else models.llama(12, 1024, 8, 1024))
     chunk = "1KiB" if machine.tiny else "64MiB"
     ways: dict[str, dict[str, Any]] = {
         "plain": {},

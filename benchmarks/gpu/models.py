@@ -96,6 +96,25 @@ def resnet(batch: int, size: int = 224, depths: tuple[int, ...] = (3, 4, 6, 3), 
     return make
 
 
+def loss_alone(make: Make) -> Make:
+    """The same, whose output has no scores, so that a plan need not keep them."""
+
+    class Alone(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **call: torch.Tensor) -> Any:
+            output = self.model(**call)
+            return type(output)(loss=output.loss)
+
+    def made() -> tuple[nn.Module, Call]:
+        model, call = make()
+        return Alone(model), call
+
+    return made
+
+
 def text(batch: int, length: int, vocabulary: int) -> Call:
     ids = torch.randint(vocabulary, (batch, length))
     return {"input_ids": ids, "labels": ids}

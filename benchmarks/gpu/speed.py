@@ -30,6 +30,8 @@ def speed(cases: Cases, machine: Machine) -> None:
         add(cases, machine, steppers, make, "shardgraph fsdp", lambda model, machine: compiled(model, machine, "fsdp"))
         add(cases, machine, steppers, make, "fully_shard", fsdp2)
         interleaved(cases, machine, steppers, "without torch.compile")
+        fused = {"backend": "inductor"}
+        add(cases, machine, steppers, make, "shardgraph inductor", lambda *given: compiled(*given, "single", **fused))
         add(cases, machine, steppers, make, "torch.compile, autocast", inductor)  # last, because it may take too long
         interleaved(cases, machine, steppers, "all")
 
@@ -88,8 +90,8 @@ def autocast(run: Callable[..., Any], machine: Machine) -> Callable[..., Any]:
     return call
 
 
-def compiled(model: nn.Module, machine: Machine, plan: str) -> Built:
-    sharded = shardgraph.compile(model, plan=plan, precision="bf16")
+def compiled(model: nn.Module, machine: Machine, plan: str, **options: Any) -> Built:
+    sharded = shardgraph.compile(model, plan=plan, precision="bf16", **options)
     return sharded, sharded
 
 

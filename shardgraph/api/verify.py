@@ -137,8 +137,9 @@ def verify(
     The model is unchanged. It must be small enough to train twice in this process's memory.
 
     Args:
-        model: a module with real weights, on the CPU; its training mode is kept. It is compared with weights that are
-            moved by a little noise: a fault in what handles a bias of zeros, or a norm's weight of ones, shows then.
+        model: a module with real weights; its training mode is kept. It is compared with weights that are moved by a
+            little noise: a fault in what handles a bias of zeros, or a norm's weight of ones, shows then. Weights and
+            inputs on a GPU are copied, since ranks are compared on the CPU.
         example_inputs: positional inputs of the whole batch, split along dim 0 into equal parts for the ranks if all
             tensors allow it; otherwise every rank gets the whole batch (the report says which).
         plan: as for ``shardgraph.compile``.
@@ -174,7 +175,7 @@ def verify(
         return Question.of(model, plan, partial(_mesh, mesh, world_size), mesh is None, pipeline, *options)
 
     trial = _Trial(loss_fn or default_loss, optimizer or _adamw, steps, tolerance, seed)
-    call: Any = (tuple(example_inputs), dict(example_kwargs or {}))
+    call: Any = pytree.tree_map_only(torch.Tensor, _on_cpu, (tuple(example_inputs), dict(example_kwargs or {})))
     if not fp64:
         report = trial.run(original := _copied(model), question(original), call, exact=False)
         given = report.plan.precision
@@ -236,9 +237,15 @@ class _Trial:
         return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, proof, divergence)
 
 
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu() if tensor.is_cuda else tensor
+
+
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy in which gradients of embeddings are dense, as those of programs are: sparse ones are the same values."""
+    """A copy on the CPU in which gradients of embeddings are dense, as those of programs are: sparse ones are the same values."""
     copied = whole_copy(model)
+    if any(tensor.is_cuda for tensor in (*copied.parameters(), *copied.buffers())):
+        copied.cpu()
     for module in copied.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             module.sparse = False

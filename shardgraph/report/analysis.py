@@ -177,11 +177,20 @@ class Analysis(StepCosts):
         return simulate(list(tasks_of(self.rows)), self.cluster.overlap)
 
     @cached_property
+    def calls(self) -> float:
+        """Seconds in which the device waits for Python to call its next operation; 0 without a described host."""
+        host = self.cluster.device.host
+        if host is None or not host.call:
+            return 0.0
+        called = simulate(list(tasks_of(self.rows)), self.cluster.overlap, host.call)
+        return called.seconds - self.timeline.seconds
+
+    @cached_property
     def time(self) -> StepTime:
-        """The seconds of the step, by kind of work."""
+        """The seconds of the step, by kind of work; what the device waits for Python is computation."""
         optimizer = sum(row.seconds for row in self.rows if row.kind == "optimizer")
         communication = sum(row.seconds for row in self.rows if row.stream)
-        compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer
+        compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer + self.calls
         return StepTime(compute, optimizer, communication, max(0.0, self.timeline.exposed))
 
     @cached_property

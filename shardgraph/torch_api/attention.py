@@ -98,8 +98,10 @@ def _cuda_backward(grad: Tensor, *call: Any) -> Gradients:
     else:
         state = torch.empty((), dtype=torch.int64, device=query.device)
         k, v = (_repeated(tensor, heads) for tensor in (k, v))
-        # This kernel reads the log-sum-exp in blocks of 32 queries; infinity gives missing ones no weight.
+        # This kernel reads the log-sum-exp in blocks of 32 queries; infinity gives missing ones no weight. In 16 bits
+        # it takes the output's positions to lie before its heads, whatever its strides: another's values are garbage.
         rows_padded = F.pad(logsumexp, (0, -rows % 32), value=torch.inf)
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         bias, wanted = _aligned(mask, query, key), [True, True, True, False]
         gradients = aten._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, bias, out, rows_padded, state, state, 0.0, wanted, is_causal, scale=scale

@@ -53,6 +53,8 @@ class Decider(Protocol):
 
 
 _decider: ContextVar[Decider | None] = ContextVar("decider", default=None)
+_caught: ContextVar[list[BaseException] | None] = ContextVar("caught", default=None)
+"""The exceptions of traced code that the tracer has caught."""
 
 
 @contextmanager
@@ -60,11 +62,15 @@ def deciding(decider: Decider) -> Iterator[None]:
     """Have ``decider`` asked for values while a model is traced inside."""
     _install()
     allow_repeated_arguments()
-    token = _decider.set(decider)
+    token, caught = _decider.set(decider), _caught.set([])
     try:
         yield
+        # The tracer's closures keep them in cycles, and they the frames of all callers, with their tensors.
+        for each in _caught.get() or ():
+            each.__traceback__ = None
     finally:
         _decider.reset(token)
+        _caught.reset(caught)
 
 
 def example_of(placeholder: fx.Node) -> Any:
@@ -99,7 +105,9 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def wrapped(tx: Any, raised: Any) -> None:
-        decider = _decider.get()
+        decider, caught = _decider.get(), _caught.get()
+        if caught is not None:
+            caught.append(raised)
         if decider is not None:  # of each exception first where it is raised, then also on its way outwards
             frames, at = [], tx
             while at is not None:

@@ -58,11 +58,16 @@ class Ledger(TorchDispatchMode):
         self._live: Counter[tuple[str, str]] = Counter()
         self._by_kind: Counter[str] = Counter()
 
-    def hold(self, value: Any, module: str, kinds: str | Sequence[str]) -> None:
-        """Book the tensors in ``value``: all as one kind, or each as one of several. One that has a kind keeps it."""
-        tensors = list(plain_tensors(value))
+    def hold(self, value: Any, module: str, kinds: str | Sequence[str]) -> int:
+        """Book the tensors in ``value``: all as one kind, or each as one of several. One that has a kind keeps it.
+
+        Returns the bytes of those that no operation in the block has made.
+        """
+        tensors, found = list(plain_tensors(value)), 0
         for tensor, kind in zip(tensors, [kinds] * len(tensors) if isinstance(kinds, str) else kinds, strict=False):
-            booked = self._booked.get(tensor.untyped_storage()) or self._allocate(tensor, module, kind)
+            if (booked := self._booked.get(tensor.untyped_storage())) is None:
+                booked = self._allocate(tensor, module, kind)
+                found += booked.nbytes if booked else 0
             if booked is None or booked.kind not in (TEMPORARIES, kind):
                 continue
             if _is_share(tensor, kind):
@@ -70,6 +75,7 @@ class Ledger(TorchDispatchMode):
                     self._share(booked, tensor, module, kind)
             elif booked.kind == TEMPORARIES:
                 self._move(booked, module, kind)
+        return found
 
     def rebook(self, value: Any, module: str, kind: str) -> None:
         """Book the tensors in ``value`` as this kind, whatever they were."""

@@ -59,6 +59,7 @@ class MemoryTracker:
         self._here: Place | None = None  # of the operation of a compiled graph that is running
         self._updating = False
         self._before = 0
+        self._given = 0  # bytes that were there before the block, and are known since they are given to a model
         self._trace: MemoryTrace | None = None
 
     @property
@@ -98,7 +99,7 @@ class MemoryTracker:
         self._entered.close()
         allocated = None
         if self._device.type == "cuda":
-            allocated = torch.cuda.max_memory_allocated(self._device) - self._before
+            allocated = torch.cuda.max_memory_allocated(self._device) - self._before + self._given
         modules = {module: dict(own) for module, own in self._ledger.most.items()}
         self._trace = MemoryTrace(self._name(), tuple(self._ledger.moments), modules, allocated)
 
@@ -154,7 +155,7 @@ class MemoryTracker:
 
     def _enter(self, path: str, module: nn.Module, args: Any) -> None:
         if not self._stack:
-            self._ledger.hold(args, path, "inputs")
+            self._given += self._ledger.hold(args, path, "inputs")
         self._stack.append(path)
 
     def _leave(self, *unused: Any) -> None:
@@ -183,7 +184,7 @@ class MemoryTracker:
         half = "backward" if any(isinstance(role, (ir.Saved, ir.Tangent)) for role in roles) else "forward"
         path = self._paths.get(id(bound.model))  # None: of a model that is not this one
         for role, value in zip(roles, inputs, strict=True):
-            self._ledger.hold(value, path or "", KINDS[type(role)])
+            self._given += self._ledger.hold(value, path or "", KINDS[type(role)])
 
         def run(node: fx.Node, call: Callable[[], Any]) -> Any:
             module = "" if path is None else ".".join(filter(None, (path, module_of(node))))
