@@ -72,6 +72,7 @@ def test_the_counts_of_the_table_of_torchs_tests_are_those_of_its_rows() -> None
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.quick("README.md", "docs/checkpoints.md")
 @pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md", "docs/checkpoints.md", "docs/faults.md"])
 def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)

@@ -35,7 +35,12 @@ def run(source: str, space: dict[str, Any]) -> object:
     return eval(compile(ast.Expression(ends[0].value), "cell", "eval"), space) if ends else None
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    # Searches for thousands of devices and for what fits take minutes.
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in ("cluster", "fitting") else ()) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_and_shows_what_it_was_saved_with(path: Path, capsys: pytest.CaptureFixture[str]):
     space: dict[str, Any] = {"__name__": "__main__"}
     capsys.readouterr()

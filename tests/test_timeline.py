@@ -47,3 +47,11 @@ def test_the_trace_has_a_track_per_stream_and_microseconds():
     events = trace["traceEvents"]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == [COMPUTE, "dp"]
     assert [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [(0, 1000), (1000, 2000)]
+
+
+def test_small_operations_wait_for_python_to_call_them():
+    assert simulate([compute(1.0), compute(1.0), compute(1.0)], call=2.0).seconds == 7.0
+
+
+def test_calls_are_hidden_behind_large_operations():
+    assert simulate([compute(8.0), compute(1.0), compute(1.0)], call=2.0).seconds == 12.0

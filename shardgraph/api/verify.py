@@ -242,7 +242,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy on the CPU in which gradients of embeddings are dense, as those of programs are: sparse ones are the same values."""
+    """A copy on the CPU, in which gradients of embeddings are dense, as those of programs are."""
     copied = whole_copy(model)
     if any(tensor.is_cuda for tensor in (*copied.parameters(), *copied.buffers())):
         copied.cpu()
