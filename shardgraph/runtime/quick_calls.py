@@ -58,7 +58,8 @@ def _join_views(graph: fx.Graph) -> None:
     """
     returned = frozenset(graph.output_node().all_input_nodes)
     known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
+    nodes: list[Any] = list(graph.nodes)
+    for node in nodes:
         if node.op != "call_function" or node in returned:
             continue
         if node.target in _SAME:
@@ -77,7 +78,7 @@ def _join_views(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_view(node: fx.Node) -> bool:
+def _is_view(node: Any) -> bool:
     """Whether the result is in the operand's memory: a copy, made twice, may be meant not to live from one to the
     other."""
     if node.op != "call_function" or node.target not in _VIEWS or node.kwargs:
@@ -86,7 +87,7 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(given, torch.Tensor) and (node.target is not aten.reshape.default or given.is_contiguous())
 
 
-def _seen_twice(node: fx.Node) -> fx.Node | None:
+def _seen_twice(node: Any) -> Any:
     """What a transposition of a transposition is."""
     given = node.args[0]
     if node.target in (aten.t.default, aten.transpose.int) and given.target is node.target:
@@ -103,7 +104,7 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _shorten(node: fx.Node) -> None:
+def _shorten(node: Any) -> None:
     """Have a node call its operation by what torch binds for it."""
     target, value = node.target, node.args[0].meta.get("val") if _is_of_a_tensor(node) else None
     if target is aten.cat.default:
