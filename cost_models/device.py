@@ -173,6 +173,11 @@ class Device:
             )
         return self.host
 
+    @property
+    def call(self) -> float:
+        """Seconds in which Python calls an operation; 0 where the host is not described."""
+        return self.host.call if self.host else 0.0
+
     def rate(self, kind: str, dtype: str = "") -> Rate | None:
         """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.
 

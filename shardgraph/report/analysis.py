@@ -178,11 +178,10 @@ class Analysis(StepCosts):
 
     @cached_property
     def calls(self) -> float:
-        """Seconds in which the device waits for Python to call its next operation; 0 without a described host."""
-        host = self.cluster.device.host
-        if host is None or not host.call:
+        """Seconds in which the device waits for Python to call its next operation."""
+        if not (call := self.cluster.device.call):
             return 0.0
-        called = simulate(list(tasks_of(self.rows)), self.cluster.overlap, host.call)
+        called = simulate(list(tasks_of(self.rows)), self.cluster.overlap, call)
         return called.seconds - self.timeline.seconds
 
     @cached_property

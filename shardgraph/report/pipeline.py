@@ -407,8 +407,7 @@ class _Stages:
         return profile_memory(graph, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
 
     def _simulated(self, rows: Sequence[Row]) -> float:
-        host = self.cluster.device.host
-        return simulate(list(tasks_of(rows)), self.cluster.overlap, host.call if host else 0.0).seconds
+        return simulate(list(tasks_of(rows)), self.cluster.overlap, self.cluster.device.call).seconds
 
     def _working(
         self, stage: StageProgram, halves: Halves, live: Mapping[str, Sequence[int]], saved: int

@@ -106,7 +106,8 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
 
 def _shorten(node: Any) -> None:
     """Have a node call its operation by what torch binds for it."""
-    target, value = node.target, node.args[0].meta.get("val") if _is_of_a_tensor(node) else None
+    target, given = node.target, node.args[0] if node.args else None
+    value = given.meta.get("val") if isinstance(given, fx.Node) else None
     if target is aten.cat.default:
         node.target = torch.cat
     elif not isinstance(value, torch.Tensor):
@@ -114,17 +115,13 @@ def _shorten(node: Any) -> None:
     elif (method := _METHODS.get(target)) is not None:
         node.op, node.target = "call_method", method
     elif target is aten.slice.Tensor and not node.kwargs:
-        node.target, node.args = operator.getitem, (node.args[0], _index(value.dim(), *node.args[1:]))
+        node.target, node.args = operator.getitem, (given, _index(value.dim(), *node.args[1:]))
     elif target is aten._to_copy.default and node.kwargs.keys() <= {"dtype", "memory_format"}:
         options = dict(node.kwargs)
         if (dtype := options.pop("dtype", value.dtype)) != value.dtype:  # else it would not be a copy
-            node.op, node.target, node.args, node.kwargs = "call_method", "to", (node.args[0], dtype), options
+            node.op, node.target, node.args, node.kwargs = "call_method", "to", (given, dtype), options
 
 
 def _index(dims: int, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> tuple[slice, ...]:
     """What ``aten.slice`` of a tensor of ``dims`` dimensions is in brackets."""
     return (slice(None),) * (dim % dims) + (slice(start, end, step),)
-
-
-def _is_of_a_tensor(node: fx.Node) -> bool:
-    return bool(node.args) and isinstance(node.args[0], fx.Node)

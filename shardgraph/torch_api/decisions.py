@@ -53,8 +53,8 @@ class Decider(Protocol):
 
 
 _decider: ContextVar[Decider | None] = ContextVar("decider", default=None)
-_caught: ContextVar[list[BaseException] | None] = ContextVar("caught", default=None)
-"""The exceptions of traced code that the tracer has caught."""
+_caught: ContextVar[list[BaseException]] = ContextVar("caught")
+"""The exceptions of traced code that the tracer has caught, while there is a decider."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def deciding(decider: Decider) -> Iterator[None]:
     try:
         yield
         # The tracer's closures keep them in cycles, and they the frames of all callers, with their tensors.
-        for each in _caught.get() or ():
+        for each in _caught.get():
             each.__traceback__ = None
     finally:
         _decider.reset(token)
@@ -105,10 +105,9 @@ def _noting(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def wrapped(tx: Any, raised: Any) -> None:
-        decider, caught = _decider.get(), _caught.get()
-        if caught is not None:
-            caught.append(raised)
+        decider = _decider.get()
         if decider is not None:  # of each exception first where it is raised, then also on its way outwards
+            _caught.get().append(raised)
             frames, at = [], tx
             while at is not None:
                 code, line = at.f_code, at.lineno
