@@ -113,9 +113,7 @@ def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Si
     if plan.decided and not plan.undecided(shapes):
         return plan
     gm, context = placed(joint, plan, shapes)
-    if not context.activations:
-        return plan
-    activations = Activations(call_of(gm), tuple(context.activations.items()))
+    activations = Activations(call_of(gm), tuple(context.activations.items())) if context.activations else None
     decided = replace(plan, parameters=in_patterns(context.parameters), activations=activations)
     joint.placed[placement_key(decided, context.parameters)] = joint.placed[placement_key(plan, plan.resolve(shapes))]
     return decided

@@ -21,7 +21,7 @@ from shardgraph.passes.sharding.legal import placed_operands
 from shardgraph.passes.sharding.lower import lower
 from shardgraph.passes.sharding.options import Option
 from shardgraph.passes.sharding.placements import REPLICATE
-from shardgraph.passes.sharding.shard_operators import record_placement
+from shardgraph.passes.sharding.shard_operators import record_placement, replicate_undecided
 from shardgraph.plans.plan import AUTO
 
 
@@ -31,7 +31,8 @@ class DivideExperts(Pass):
 
     Parameters that the plan splits along the axis are the experts; if the plan does not decide,
     :func:`~shardgraph.passes.experts.find.find_experts` does. Experts process the tokens of all ranks, sent by
-    all-to-all and returned by another, so their gradients are sums over the ranks of the axis.
+    all-to-all and returned by another, so their gradients are sums over the ranks of the axis. An axis of one rank
+    leaves the graph as it is.
 
     Must not change: the graph's inputs and outputs, except for experts and their gradients.
     """
@@ -44,6 +45,9 @@ class DivideExperts(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
+        if parts == 1:
+            replicate_undecided(context, position)
+            return
         undecided = {fqn for fqn, entry in context.parameters.items() if entry.placements[position] == AUTO}
         experts = {fqn for fqn, entry in context.parameters.items() if position in entry.splits}
         if undecided:

@@ -69,6 +69,7 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
     done = {mesh[position][0] for position in entry.splits}  # such as experts, whose gradients cover all ranks' tokens
     rows = context.shapes[fqn][0] if context.shapes[fqn] else 0
     axis, size = mesh[entry.shard_axis] if entry.shard_axis is not None else ("", 1)
+    axis = axis if size > 1 else ""  # the only rank of an axis has all rows
     padded = padded_rows(rows, size)
     scattered = axis and entry.gradient == "reduce_scatter"
     if scattered:
@@ -76,7 +77,7 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
             node = build.pad_rows(node, padded)
         node = build.reduce_scatter(node, axis)
         done.add(axis)
-    summed = {*(axis for axis, _ in context.plan.data_mesh), *sums} - done
+    summed = {*(axis for axis, size in context.plan.data_mesh if size > 1), *sums} - done
     if summed:  # one collective over all axes
         node = build.all_reduce(node, together(axis for axis in context.plan.axes if axis in summed))
     if not early and world > 1:

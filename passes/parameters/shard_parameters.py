@@ -24,7 +24,7 @@ class ShardParameters(Pass):
     Inserted before its first use: zero-padding of the shard if the rows do not divide evenly, an all-gather, its wait,
     and a slice back to the parameter's rows. These nodes have the ``MEMORY_KIND`` ``"gathered"``; their ``RECOMPUTE``
     is the plan's ``reshard_after_forward``, and makes the split gather again in backward instead of saving. An unused
-    parameter is not gathered.
+    parameter is not gathered, nor one whose axis has one rank.
 
     Must not change: anything downstream, which sees a tensor equal to the whole parameter.
     """
@@ -43,6 +43,8 @@ class ShardParameters(Pass):
 
 def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node) -> None:
     axis, size = context.plan.mesh[context.parameters[fqn].shard_axis]
+    if size == 1:
+        return  # its shard is the parameter
     rows, *rest = context.shapes[fqn]
     longest = padded_rows(rows, size) // size
     node.meta["val"] = context.values.empty((longest, *rest), node.meta["val"])

@@ -43,7 +43,7 @@ class ShardOperators(Pass):
     All ranks of the axis have the same inputs and results. In the style ``"whole"`` activations between sharded
     products are replicated, with ``"sequence"`` they are sharded along the sequence (Korthikanti et al., 2022,
     https://arxiv.org/abs/2205.05198), and with ``"context"`` only the sequence is sharded
-    (:mod:`shardgraph.passes.sharding.ring_attention`).
+    (:mod:`shardgraph.passes.sharding.ring_attention`). An axis of one rank leaves the graph as it is.
 
     Must not change: the graph's inputs and outputs, except that parameters and their gradients are sharded. A partial
     gradient stays partial, as ``context.sums`` says.
@@ -58,6 +58,9 @@ class ShardOperators(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         parts, position = context.sizes[self.axis], context.plan.axes.index(self.axis)
+        if parts == 1:
+            replicate_undecided(context, position)
+            return
         _free_operands(gm, context)
         _note_unknown(gm, context)
         fixed = {
@@ -78,9 +81,7 @@ class ShardOperators(Pass):
         for node, option in chosen.items():
             if isinstance(role := ROLE.get(node), Parameter):
                 record_placement(context, role.fqn, position, option.results[0])
-        for fqn, entry in context.parameters.items():  # includes those that the graph does not use
-            if entry.placements[position] == AUTO:
-                record_placement(context, fqn, position, REPLICATE)
+        replicate_undecided(context, position)  # those that the graph does not use
         for fqn in lower(gm, chosen, AxisBuilder(fx.Graph(), context.values, self.axis)):
             context.sums[fqn] = (*context.sums.get(fqn, ()), self.axis)
 
@@ -113,6 +114,13 @@ class ShardOperators(Pass):
                     f"uses it can be divided so; {', '.join([*works, f'replicate({self.axis!r})'])} would work"
                 )
         return None
+
+
+def replicate_undecided(context: Context, position: int) -> None:
+    """Record that parameters are whole along the axis at ``position``, of which no plan or pass says where they are."""
+    for fqn, entry in context.parameters.items():
+        if entry.placements[position] == AUTO:
+            record_placement(context, fqn, position, REPLICATE)
 
 
 def record_placement(context: Context, fqn: str, position: int, placement: Placement | None) -> None:

@@ -227,7 +227,8 @@ class Plan:
     def decided(self) -> bool:
         """Whether placements of operations are assigned along all axes that need them, so compiling needs no search."""
         chosen = dict(self.activations.along) if self.activations else {}
-        return {*dict(self.operators), *filter(None, [self.experts])} <= chosen.keys()
+        axes = {*dict(self.operators), *filter(None, [self.experts])}
+        return {axis for axis in axes if dict(self.mesh)[axis] > 1} <= chosen.keys()
 
     def undecided(self, shapes: Mapping[str, torch.Size]) -> list[str]:
         """The parameters whose placement along an axis of operators or experts is still to be chosen."""
