@@ -250,6 +250,7 @@ _DEVICE = record(
     rates=mapping(_RATE_NAMES, _RATE, _is_rate),
     sustained=mapping(f"{', '.join((*FLOP_KINDS, MEMORY))} to parts", PART, (*FLOP_KINDS, MEMORY).__contains__),
     allocation=SIZE,
+    alignment=POSITIVE,
     host=record(Host, link=_LINK, optimizer=_RATE, call=SECONDS),
     source=text,
 )

@@ -10,6 +10,7 @@ from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
+ALIGNED = 16  # bytes: a GPU's widest load, to which every tensor is allocated
 _BLOCK = 128  # keys per block of a flash kernel: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
 
 
@@ -21,11 +22,20 @@ def causal_part(length: int, on: Arithmetic = NUMBERS) -> float:
     return on.minimum(1.0, (1 + _BLOCK / length) / 2)
 
 
-def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float, on: Arithmetic = NUMBERS) -> float:
+def seconds(
+    device: Device,
+    kind: str,
+    dtype: str,
+    flops: float,
+    moved: float,
+    on: Arithmetic = NUMBERS,
+    alignment: int = ALIGNED,
+) -> float:
     """Seconds for one operation of ``flops`` FLOPs that reads and writes ``moved`` bytes.
 
     Work counted in FLOPs takes the longer of its arithmetic and its memory traffic; everything else is memory traffic.
-    ``on`` is the arithmetic of the type of ``flops`` and ``moved``, numbers or expressions.
+    ``on`` is the arithmetic of the type of ``flops`` and ``moved``, numbers or expressions. Rows of the matrices of a
+    product begin at multiples of ``alignment`` bytes.
 
     Raises:
         ClusterError: the device has no rate for this kind of work in this dtype.
@@ -40,4 +50,5 @@ def seconds(device: Device, kind: str, dtype: str, flops: float, moved: float, o
             f"device {device.name!r} has no rate for {kind} in {dtype}; it has {', '.join(have)}. Add "
             f"'{kind}/{dtype}' to its rates, or measure it with `shardgraph calibrate`"
         )
-    return on.maximum(rate.seconds(flops, moved), memory.seconds(moved))
+    part = device.aligned(kind, dtype, alignment)
+    return on.maximum(rate.seconds(flops / part if part < 1 else flops, moved), memory.seconds(moved))

@@ -112,6 +112,7 @@ _FIELDS = {
     "name": TEXT,
     "memory": _NBYTES,
     "allocation": _NBYTES,
+    "alignment": POSITIVE,
     "peak": mapping_of("FLOP/s by dtype", POSITIVE),
     "rates": mapping_of("rates by kind", instance("a Rate", Rate)),
     "sustained": mapping_of("parts by kind", NUMBER),
@@ -130,7 +131,8 @@ class Device:
     fraction of those rates that a whole training step attains, by kind for kinds counted in FLOPs and as ``"memory"``
     for all counted in bytes: a kernel timed alone runs at a higher clock, and in favourable shapes. The default is 1,
     also after ``shardgraph calibrate``, which times operations in place in a program. ``source`` says where the numbers
-    come from. Without a ``host``, plans that offload cannot be priced.
+    come from. Without a ``host``, plans that offload cannot be priced. Products in 16 bits whose matrices have rows at
+    multiples of fewer than ``alignment`` bytes attain only that part of their rate: loads of tensor cores are narrower.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Device:
     allocation: int = 512
     source: str = ""
     host: Host | None = None
+    alignment: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self, "a device's ", **_FIELDS)
@@ -177,6 +180,10 @@ class Device:
     def call(self) -> float:
         """Seconds in which Python calls an operation; 0 where the host is not described."""
         return self.host.call if self.host else 0.0
+
+    def aligned(self, kind: str, dtype: str, alignment: int) -> float:
+        """The part of its rate that work attains whose matrices have rows at multiples of ``alignment`` bytes."""
+        return min(1.0, alignment / self.alignment) if kind == "matmul" and dtype in ("bfloat16", "float16") else 1.0
 
     def rate(self, kind: str, dtype: str = "") -> Rate | None:
         """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.

@@ -318,7 +318,7 @@ MAY: dict[str, Callable[[Any], bool]] = {
     **_named(
         _positive, "seconds timeout tune network init_scale per_second slowmo_lr lr scale gradient_predivide_factor"
     ),
-    **_named(_positive, "min_factor max_factor min_scale max_scale max_norm"),
+    **_named(_positive, "min_factor max_factor min_scale max_scale max_norm alignment"),
     **_named(lambda v: _text(v) or (_real(v) and v >= 1), "memory loss_chunk allocation"),
     **_named(_whole, "global_batch world_size steps sequence nproc nodes frequency devices_per_node growth_interval"),
     **_named(_whole, "average_frequency multiple_of microbatches ranks samples calls blocks least chunks num_slices"),

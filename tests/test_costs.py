@@ -15,9 +15,10 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.device import Device, Rate
 from shardgraph.errors import ClusterError
 from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.lowering import build_program
 from shardgraph.report.step import program_halves
-from tests.machines import toy_device
+from tests.machines import toy_cluster, toy_device
 from tests.zoo import ZOO, make, scalar
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -115,6 +116,26 @@ def test_a_matmul_takes_as_long_as_its_arithmetic_or_its_memory_whichever_is_slo
     device = toy_device()
     assert compute.seconds(device, "matmul", "float32", flops=2e12, moved=1e9) == pytest.approx(2.0)
     assert compute.seconds(device, "matmul", "float32", flops=1e9, moved=3e11) == pytest.approx(3.0)
+
+
+def test_norms_read_their_input_for_statistics_and_once_more():
+    images = torch.randn(4, 8, 16, 16)
+    (cost,) = [cost for cost in node_costs(forward_of(nn.BatchNorm2d(8), images)).values() if cost.kind == "reduction"]
+    assert cost.moved == pytest.approx(3 * images.nbytes, rel=0.05)  # read, read again and written
+
+
+def test_products_in_16_bits_are_slower_where_rows_do_not_begin_at_wide_loads():
+    prices = Prices(replace(toy_cluster(), device=replace(toy_device(), alignment=12)), ())
+
+    def seconds(words: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        gm = forward_of(nn.Linear(64, words, bias=False).to(dtype), torch.randn(128, 64, dtype=dtype))
+        (cost,) = [cost for cost in node_costs(gm).values() if cost.kind == "matmul"]
+        return prices.computation(cost) / cost.flops
+
+    assert seconds(257) == pytest.approx(6 * seconds(256))
+    assert seconds(258) == pytest.approx(3 * seconds(256))
+    assert seconds(264) == pytest.approx(seconds(256))
+    assert seconds(257, torch.float32) == pytest.approx(seconds(256, torch.float32))
 
 
 def test_small_work_costs_its_overhead():

@@ -93,6 +93,13 @@ def test_an_output_that_is_gathered_beside_the_loss_is_found():
     assert "gathered-output" not in rules(alone, (ids, ids), **options)
 
 
+@pytest.mark.parametrize("words, precision, found", [(61, "bf16", True), (64, "bf16", False), (61, None, False)])
+def test_products_in_16_bits_of_a_vocabulary_of_odd_size_are_found(words, precision, found):
+    rule = rules(Loss(words=words), (IDS, IDS), precision=precision).get("unaligned-products")
+    assert (rule is not None) is found
+    assert rule is None or ("multiples of 2 bytes" in rule.message and "test_lint.py" in rule.where)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

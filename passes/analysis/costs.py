@@ -5,6 +5,7 @@ Independent of any device; :mod:`shardgraph.cost_models.compute` turns a cost in
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardgraph import ir
-from shardgraph.cost_models.compute import causal_part
+from shardgraph.cost_models.compute import ALIGNED, causal_part
 from shardgraph.cost_models.device import VIEW
 
 aten = torch.ops.aten
@@ -53,6 +54,12 @@ _NAMES = {
         slice_scatter select_scatter embedding_bag local_part
     """,
 }
+# Kernels of norms that read what they normalize once for its statistics, or for gradients of weights, and once more.
+_READ_TWICE = frozenset(
+    "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional native_group_norm "
+    "native_batch_norm_backward cudnn_batch_norm_backward native_group_norm_backward native_layer_norm_backward "
+    "_fused_rms_norm_backward".split()
+)
 _KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
@@ -63,7 +70,8 @@ class NodeCost(NamedTuple):
     device), or ``"free"`` for waits and nodes that call no operator; ``dtype`` is that of the first floating-point
     result, or operand of work counted in FLOPs. ``read`` and ``written`` are bytes.
     ``causal`` is the sequence length of causal attention that skips masked blocks, whose FLOPs are counted in full;
-    otherwise 0. ``known`` is False for an operation without a formula, which is priced by its bytes.
+    otherwise 0. ``known`` is False for an operation without a formula, which is priced by its bytes. ``alignment`` is
+    that of the rows of a product's matrices, in bytes.
     """
 
     kind: str
@@ -73,6 +81,7 @@ class NodeCost(NamedTuple):
     written: int = 0
     causal: int = 0
     known: bool = True
+    alignment: int = ALIGNED
 
     @property
     def moved(self) -> int:
@@ -115,13 +124,28 @@ def node_cost(node: fx.Node) -> NodeCost:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
         causal = _causal_length(node) if kind == "attention" else 0
         dtype = _dtype(operands) or dtype  # a product in 8 bits has a result of more
-        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, causal)
+        alignment = _alignment([*operands, value]) if kind == "matmul" else ALIGNED
+        return NodeCost(kind, dtype, formula(args, kwargs, value), read, written, causal, alignment=alignment)
     known = operation.kind
     if name == "_safe_softmax":  # a softmax, a comparison of its input, and a choice between its output and 0
         read, written = 3 * read, 2 * written
+    elif name in _READ_TWICE:
+        read = 2 * read
     if known == "gather" and "backward" not in name:  # reads as much of its table as it writes
         read = written + _bytes(operands[1:])
     return NodeCost(known or "pointwise", dtype, 0, read, written, known=known is not None)
+
+
+def _alignment(values: list[Any]) -> int:
+    """The largest number of bytes, up to ``ALIGNED``, at multiples of which all rows of these matrices begin."""
+    matrices = [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 1]
+    steps = (
+        value.itemsize * stride
+        for value in matrices
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+        if size > 1 and stride > 1
+    )
+    return math.gcd(ALIGNED, *steps)
 
 
 def _causal_length(node: fx.Node) -> int:

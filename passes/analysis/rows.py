@@ -121,7 +121,7 @@ class Prices:
 
     def computation(self, cost: NodeCost) -> float:
         """Seconds of one operation that is not a view."""
-        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, cost.executed, cost.moved)
+        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, cost.executed, cost.moved, alignment=cost.alignment)
 
 
 def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices: Prices, fused: bool) -> Iterator[Row]:

@@ -58,7 +58,7 @@ class SizedPrices(Prices):
         flops, moved = self.sizes.expression(cost.flops), self.sizes.expression(cost.moved)
         if cost.causal:
             flops = flops * compute.causal_part(self.sizes.expression(cost.causal), EXPRESSIONS)
-        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, moved, EXPRESSIONS)
+        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, moved, EXPRESSIONS, cost.alignment)
 
     def _sizes(self, node: fx.Node) -> tuple[Any, Any, Any]:
         """Input bytes, output bytes and ranks; computed from the shard, whose size includes padding for uneven rows."""

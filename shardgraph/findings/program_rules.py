@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from shardgraph import ir
+from shardgraph.cost_models.compute import ALIGNED
 from shardgraph.errors import ShardGraphError
 from shardgraph.findings.finding import Finding
 from shardgraph.ir.attributes import SOURCE
+from shardgraph.passes.analysis.costs import node_costs
 from shardgraph.passes.analysis.local import shard_bytes
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.random_state import draws
@@ -18,6 +20,7 @@ from shardgraph.passes.program import Program
 from shardgraph.sizes import format_bytes
 
 _UNEVEN = 1.05  # how much larger the largest shards may be than even ones
+_WORTH_PADDING = 0.02  # of the FLOPs of products
 
 
 def of_program(program: Program, model: nn.Module, losses: bool = True) -> Iterator[Finding]:
@@ -31,6 +34,7 @@ def of_program(program: Program, model: nn.Module, losses: bool = True) -> Itera
     yield from _uneven(program)
     yield from _frozen(program, model)
     yield from _gathered_outputs(program)
+    yield from _unaligned(program)
 
 
 def _losses(program: Program) -> Iterator[Finding]:
@@ -173,6 +177,31 @@ def _gathered_outputs(program: Program) -> Iterator[Finding]:
                     SOURCE.get(value) or module_of(value),
                     "return the loss alone if nothing reads the output",
                 )
+
+
+def _unaligned(program: Program) -> Iterator[Finding]:
+    """Products in 16 bits that tensor cores are slow to read, such as with a vocabulary of odd size."""
+    costs = [
+        (node, cost)
+        for stage in program.stages
+        for gm in (stage.kept.forward, stage.kept.backward)
+        for node, cost in (node_costs(gm) if gm is not None else {}).items()
+        if cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16")
+    ]
+    slow = [(node, cost) for node, cost in costs if cost.alignment < ALIGNED]
+    part = sum(cost.flops for _, cost in slow) / max(1, sum(cost.flops for _, cost in costs))
+    if part >= _WORTH_PADDING:
+        node, _ = max(slow, key=lambda each: each[1].flops)
+        least = min(cost.alignment for _, cost in slow)
+        yield Finding(
+            "unaligned-products",
+            "note",
+            f"{part:.0%} of the FLOPs of products in 16 bits are of matrices whose rows begin at multiples of {least} "
+            f"bytes, and tensor cores are several times slower below {ALIGNED}",
+            SOURCE.get(node) or module_of(node),
+            "pad the dimension to a multiple of 8, better of 64: a vocabulary of transformers by "
+            "model.resize_token_embeddings(pad_to_multiple_of=64)",
+        )
 
 
 def _gather_of(value: fx.Node) -> fx.Node | None:
