@@ -16,7 +16,7 @@ A cluster file includes its device, and round-trips exactly::
         matmul/bfloat16: {per_second: 7.7e14, overhead: 6e-6}
         pointwise: {per_second: 2.9e12, overhead: 5e-6}
       host:                                      # for offloading; call: seconds in which Python calls an operation
-        {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 2e10}, call: 1e-5}
+        {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 4e10}, call: 1e-5}
 
 Known devices are in ``devices.yaml``, which cites the source of each number.
 """

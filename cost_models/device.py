@@ -171,7 +171,7 @@ class Device:
         if self.host is None:
             raise ClusterError(
                 f"device {self.name!r} does not describe its host, so offloading cannot be priced: add to it "
-                "host: {link: {bandwidth: 2.5e+10, latency: 6.0e-6}, optimizer: {per_second: 2.0e+10}} with your "
+                "host: {link: {bandwidth: 2.5e+10, latency: 6.0e-6}, optimizer: {per_second: 4.0e+10}} with your "
                 "figures, or measure this machine with `shardgraph calibrate`"
             )
         return self.host

@@ -29,9 +29,11 @@ from shardgraph.errors import NOT_PICKLED, ShardGraphError
 from shardgraph.module.all_parameters_step import step_on_all
 from shardgraph.module.by_element import STEPS
 from shardgraph.module.flat_update import FlatUpdate, NotFlatError, Run, as_they_lie
+from shardgraph.module.host_update import fused_on_host
 from shardgraph.module.optimizer_state import load_placed
 from shardgraph.module.whole_tensor_step import step_on_whole, whole_kinds
 from shardgraph.runtime.executor import State
+from shardgraph.runtime.host import is_on_host
 from shardgraph.torch_api import local_tensor
 
 _ELEMENTWISE = (
@@ -70,9 +72,12 @@ def step_together(state: State) -> None:
 
 
 def step_on_shard(parameter: nn.Parameter) -> None:
-    """Have optimizers that compute element by element step on the shard of a parameter, if it is a DTensor."""
+    """Have optimizers that compute element by element step on the shard of a parameter, if it is a DTensor, and by
+    fused kernels if it is in host memory."""
     if isinstance(parameter, DTensor):
         setattr(parameter, _MARK, True)
+        _wrap_steps()
+    elif is_on_host(parameter):
         _wrap_steps()
 
 
@@ -142,11 +147,12 @@ def _wrapped(kind: type[optim.Optimizer], original: Callable[..., Any]) -> Calla
             step(self)
             return loss
         if not _are_ours(self):
-            return original(self)
+            with fused_on_host(self):
+                return original(self)
         if kind not in _ELEMENTWISE:
             return _step_on_whole(self, original, at_once=type(self) is not kind)  # which may combine parameters
         if (together := _together(self)) is None:
-            with _shards(self):
+            with fused_on_host(self), _shards(self):
                 return original(self)
         flat, gradients = together
         with flat.settled():

@@ -70,7 +70,8 @@ def update_memory(
 ) -> tuple[UpdateMemory, UpdateMemory]:
     """The optimizer's memory on the device and on the host, in addition to the ``shards`` and their gradients, which
     the ``graphs`` of a plan take and give; ``magnitude`` orders symbolic sizes. Of state in files there are only its
-    counters. ``on_cpu``: the device is one, where torch's optimizers update one parameter after the other.
+    counters. ``on_cpu``: the device is one, where torch's optimizers update one parameter after the other. On the host
+    fused kernels update, which need no more.
     """
     cost, (on_device, on_host) = optimizer_cost(optimizer), shards.places
 
@@ -78,7 +79,7 @@ def update_memory(
         """Of the update of tensors of these sizes, one after the other."""
         return (cost.left * before + cost.temporaries * nbytes for before, nbytes in pairwise([0, *sizes]))
 
-    of_device, of_host = list(temporaries(on_device)), list(temporaries(on_host))
+    of_device = list(temporaries(on_device))
     if are_updated_together(shards, plan):
         runs = list(_runs(graphs, shards, magnitude))
         of_device = list(temporaries(nbytes for nbytes, copies in runs if not copies))
@@ -86,10 +87,12 @@ def update_memory(
     elif not on_cpu and not on_host:
         of_device = [cost.at_once * sum(on_device)]
     counters = [cost.counters * 4 * len(each) for each in (on_device, on_host)]
-    state_on_host = 0 if plan.offload.optimizer_state else cost.states * sum(on_host)
+    state_on_host, made = cost.states * sum(on_host), 0
+    if plan.offload.optimizer_state:  # each tensor is made in memory, and then put into its file
+        state_on_host, made = 0, max(on_host, key=magnitude, default=0) if cost.states else 0
     return (
         UpdateMemory(cost.states * sum(on_device) + counters[0], max(of_device, key=magnitude, default=0)),
-        UpdateMemory(state_on_host + counters[1], max(of_host, key=magnitude, default=0)),
+        UpdateMemory(state_on_host + counters[1], made),
     )
 
 
