@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import shardgraph
 from shardgraph import ClusterError, ShardGraphError
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.device import Rate
+from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.report.folding import SHALLOW, extend
 from shardgraph.runtime.measure import PeakMemory
 from tests.machines import GIB, toy_cluster
@@ -107,6 +107,16 @@ def test_mfu_is_flops_over_peak(fsdp):
 
 def test_it_reads_as_text(fsdp):
     assert "plan fsdp on toy, one rank of 4" in str(fsdp) and "optimizer state" in str(fsdp)
+
+
+def test_waits_for_python_are_told_where_the_host_has_a_price_of_calls():
+    cluster = replace(toy_cluster(), device=replace(toy_cluster().device, host=Host(Link(1e10, 0.0), Rate(1e10), 1e-3)))
+    given = {"plan": "fsdp", "example_kwargs": text(), "mesh": {"dp": 4}}
+    called, without = (shardgraph.analyze(llama(2), cluster=each, **given) for each in (cluster, toy_cluster()))
+    assert called.calls > 0.5e-3 * len(called.rows) and "waits for Python" in str(called)
+    assert called.time.compute == pytest.approx(without.time.compute + called.calls)
+    assert called.summary()["calls"] == called.calls
+    assert without.calls == 0 and "Python" not in str(without)
 
 
 def test_a_forward_has_no_gradients_and_no_optimizer():

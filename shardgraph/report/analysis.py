@@ -25,6 +25,7 @@ from shardgraph.report.transfers import Transfer, table_of, transfers_of
 from shardgraph.report.update import trained_shards, update_rows
 from shardgraph.sizes import format_bytes, format_seconds, parse_bytes
 
+_WORTH_TELLING = 0.01  # of a step
 _TIMES = mapping_of("the times of a WaitTracker", NOT_NEGATIVE, lambda name: isinstance(name, tuple))
 
 
@@ -306,6 +307,7 @@ class Analysis(StepCosts):
             "host_composition": dict(self.host_peak.host),
             "copies": {stream: self.timeline.busy(stream) for stream in COPIES},
             **self._totals(),
+            "calls": self.calls,
             "unpriced": self.unpriced,
         }
 
@@ -325,6 +327,11 @@ class Analysis(StepCosts):
             copies = ", ".join(f"{format_seconds(self.timeline.busy(each))} {each}" for each in COPIES)
             held = _by_size(self.host_peak.host)
             lines.append(f"  host memory {format_bytes(self.host_memory)}: {held}; copies {copies}")
+        if self.calls >= _WORTH_TELLING * time.total:
+            lines.append(
+                f"  {format_seconds(self.calls)} of compute are waits for Python to call {len(self.rows):,} operations: "
+                "more work in each, or backend='inductor', would hide them"
+            )
         if self.unpriced:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
             lines.append(f"  priced by bytes for want of a formula: {named}")
