@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx, nn
 
 from shardgraph import ir
@@ -11,7 +12,7 @@ from shardgraph.cost_models.compute import ALIGNED
 from shardgraph.errors import ShardGraphError
 from shardgraph.findings.finding import Finding
 from shardgraph.ir.attributes import SOURCE
-from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.costs import node_cost
 from shardgraph.passes.analysis.local import shard_bytes
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.random_state import draws
@@ -19,8 +20,11 @@ from shardgraph.passes.analysis.rows import operation_of
 from shardgraph.passes.program import Program
 from shardgraph.sizes import format_bytes
 
+aten = torch.ops.aten
+
 _UNEVEN = 1.05  # how much larger the largest shards may be than even ones
 _WORTH_PADDING = 0.02  # of the FLOPs of products
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
 
 
 def of_program(program: Program, model: nn.Module, losses: bool = True) -> Iterator[Finding]:
@@ -180,14 +184,9 @@ def _gathered_outputs(program: Program) -> Iterator[Finding]:
 
 
 def _unaligned(program: Program) -> Iterator[Finding]:
-    """Products in 16 bits that tensor cores are slow to read, such as with a vocabulary of odd size."""
-    costs = [
-        (node, cost)
-        for stage in program.stages
-        for gm in (stage.kept.forward, stage.kept.backward)
-        for node, cost in (node_costs(gm) if gm is not None else {}).items()
-        if cost.kind == "matmul" and cost.dtype in ("bfloat16", "float16")
-    ]
+    """Products of forward in 16 bits that tensor cores are slow to read, such as with a vocabulary of odd size."""
+    products = (node for gm in _forwards(program) for node in gm.graph.nodes if node.target in _PRODUCTS)
+    costs = [(node, cost) for node in products if (cost := node_cost(node)).dtype in ("bfloat16", "float16")]
     slow = [(node, cost) for node, cost in costs if cost.alignment < ALIGNED]
     part = sum(cost.flops for _, cost in slow) / max(1, sum(cost.flops for _, cost in costs))
     if part >= _WORTH_PADDING:
@@ -196,7 +195,7 @@ def _unaligned(program: Program) -> Iterator[Finding]:
         yield Finding(
             "unaligned-products",
             "note",
-            f"{part:.0%} of the FLOPs of products in 16 bits are of matrices whose rows begin at multiples of {least} "
+            f"{part:.0%} of the FLOPs of forward's products in 16 bits are of matrices whose rows begin at multiples of {least} "
             f"bytes, and tensor cores are several times slower below {ALIGNED}",
             SOURCE.get(node) or module_of(node),
             "pad the dimension to a multiple of 8, better of 64: a vocabulary of transformers by "
