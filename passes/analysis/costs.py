@@ -55,11 +55,11 @@ _NAMES = {
     """,
 }
 # Kernels of norms that read what they normalize once for its statistics, or for gradients of weights, and once more.
-_READ_TWICE = frozenset(
-    "native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional native_group_norm "
-    "native_batch_norm_backward cudnn_batch_norm_backward native_group_norm_backward native_layer_norm_backward "
-    "_fused_rms_norm_backward".split()
-)
+_READ_TWICE = """
+    native_batch_norm cudnn_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional native_group_norm
+    native_batch_norm_backward cudnn_batch_norm_backward native_group_norm_backward native_layer_norm_backward
+    _fused_rms_norm_backward
+"""
 _KIND = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
@@ -129,7 +129,7 @@ def node_cost(node: fx.Node) -> NodeCost:
     known = operation.kind
     if name == "_safe_softmax":  # a softmax, a comparison of its input, and a choice between its output and 0
         read, written = 3 * read, 2 * written
-    elif name in _READ_TWICE:
+    elif operation.twice:
         read = 2 * read
     if known == "gather" and "backward" not in name:  # reads as much of its table as it writes
         read = written + _bytes(operands[1:])
@@ -177,7 +177,7 @@ class _Operation(NamedTuple):
     """What the cost of a node needs to know of its target alone.
 
     ``started`` is the kind of what runs beside the computation; ``free``: a wait, or an element of a result. ``kind``
-    is that of work counted in bytes, None if it is not known.
+    is that of work counted in bytes, None if it is not known. ``twice``: operands are read two times.
     """
 
     name: str
@@ -185,6 +185,7 @@ class _Operation(NamedTuple):
     free: bool
     started: str
     kind: str | None
+    twice: bool
 
 
 @lru_cache(4096)
@@ -194,7 +195,7 @@ def _operation(target: Any) -> _Operation:
     free = target is operator.getitem or target in (ir.WAIT, ir.WAIT_COPY)
     views = (ir.trim_shard, ir.local_chunk, ir.buckets.unpack, aten._unsafe_view.default)
     view = target in views or bool(getattr(target, "is_view", False))
-    return _Operation(name, view, free, started, _kind_by_bytes(target, name))
+    return _Operation(name, view, free, started, _kind_by_bytes(target, name), name in _READ_TWICE.split())
 
 
 def _is_view(node: fx.Node, operation: _Operation) -> bool:

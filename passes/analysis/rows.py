@@ -121,7 +121,8 @@ class Prices:
 
     def computation(self, cost: NodeCost) -> float:
         """Seconds of one operation that is not a view."""
-        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, cost.executed, cost.moved, alignment=cost.alignment)
+        device, alignment = self.cluster.device, cost.alignment
+        return compute.seconds(device, cost.kind, cost.dtype, cost.executed, cost.moved, alignment=alignment)
 
 
 def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices: Prices, fused: bool) -> Iterator[Row]:

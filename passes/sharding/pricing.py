@@ -128,11 +128,8 @@ class PlacementPrices:
         return nbytes / rate.per_second
 
     def _product(self, cost: NodeCost, flops: float, moved: float) -> float:
-        work: dict[str, Any] = {
-            "flops": int(self.scale**1.5 * flops),
-            "written": int(moved),
-            "alignment": cost.alignment,
-        }
+        work: dict[str, Any] = {"flops": int(self.scale**1.5 * flops), "written": int(moved)}
+        work["alignment"] = cost.alignment
         try:
             return self.prices.computation(NodeCost(cost.kind, cost.dtype, **work))
         except ClusterError:  # no rate for the dtype, such as integers, which no device multiplies faster than float32

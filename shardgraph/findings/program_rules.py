@@ -195,8 +195,8 @@ def _unaligned(program: Program) -> Iterator[Finding]:
         yield Finding(
             "unaligned-products",
             "note",
-            f"{part:.0%} of the FLOPs of forward's products in 16 bits are of matrices whose rows begin at multiples of {least} "
-            f"bytes, and tensor cores are several times slower below {ALIGNED}",
+            f"{part:.0%} of the FLOPs of forward's products in 16 bits are of matrices whose rows begin at multiples "
+            f"of {least} bytes, and tensor cores are several times slower below {ALIGNED}",
             SOURCE.get(node) or module_of(node),
             "pad the dimension to a multiple of 8, better of 64: a vocabulary of transformers by "
             "model.resize_token_embeddings(pad_to_multiple_of=64)",

@@ -32,7 +32,9 @@ def fused_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _can_be_fused(group: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> bool:
-    if group.get("fused", False) is not None or group.get("foreach") is not None or group.get("capturable"):
+    if group.get("fused", False) is not None or group.get("foreach") is not None:
+        return False  # chosen, or there is no such kernel
+    if group.get("capturable") or group.get("differentiable"):
         return False
     shards = [local_tensor(parameter) for parameter in group["params"] if parameter.grad is not None]
     counters = [state[p]["step"] for p in group["params"] if "step" in state.get(p, {})]

@@ -329,8 +329,8 @@ class Analysis(StepCosts):
             lines.append(f"  host memory {format_bytes(self.host_memory)}: {held}; copies {copies}")
         if self.calls >= _WORTH_TELLING * time.total:
             lines.append(
-                f"  {format_seconds(self.calls)} of compute are waits for Python to call {len(self.rows):,} operations: "
-                "more work in each, or backend='inductor', would hide them"
+                f"  {format_seconds(self.calls)} of compute are waits for Python, which calls {len(self.rows):,} "
+                "operations: more work in each, or backend='inductor', would hide them"
             )
         if self.unpriced:
             named = ", ".join(f"{name} x{count}" for name, count in self.unpriced.items())
