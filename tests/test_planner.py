@@ -143,19 +143,27 @@ def test_microbatches(batches, layout, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpus", [8, 64])
-def test_estimates_of_deep_models_are_those_of_the_exact_prices(gpus):
-    """What decides which layouts are priced is within the doubt that the search allows for."""
+@pytest.mark.parametrize(("name", "gpus", "error"), [("H100", 8, 0.06), ("H100", 64, 0.06), ("H200", 8, 0.1)])
+def test_estimates_of_deep_models_are_those_of_the_exact_prices(name, gpus, error):
+    """What decides which layouts are priced is within the doubt that the search allows for. An H200 waits for Python
+    in this model."""
     from benchmarks.search import compared
 
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
     model = llama(12, vocab_size=32000, **sizes).to(torch.bfloat16)
-    for layout, guess, exact in compared(model, text(1, 2048), Cluster.of("H100", nodes=gpus // 8)):
-        assert guess.seconds / exact.seconds == pytest.approx(1, abs=0.06), layout
+    for layout, guess, exact in compared(model, text(1, 2048), Cluster.of(name, nodes=gpus // 8)):
+        assert guess.seconds / exact.seconds == pytest.approx(1, abs=error), layout
         assert 0.9 < guess.memory / exact.memory < 1.2, layout
 
 
 # -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_takes_as_long_as_the_device_or_as_python_that_calls_its_operations():
+    part = Part(forward=1.0, backward=4.0, called=2.0, called_back=3.0)
+    assert part.seconds(1) == (2.0, 4.0)
+    assert part.plus(part).seconds(1) == (4.0, 8.0)
+    assert part.seconds(3) == (3.0, 12.0)
 
 
 def test_a_chosen_plan_explains_itself_and_round_trips():

@@ -37,6 +37,9 @@ _WEIGHTS = 0.25
 """The part of backward that computes gradients of weights and fills the time of waiting: half of that of matrix
 products, none of that of others, and less where stages are unequal."""
 
+_LOADS = 4
+"""Operations that Python calls for each parameter in host memory in a half: two copy it, and two gather it."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -154,7 +157,9 @@ class _Estimate:
         forward, backward = part.seconds(scale)
         if self._on_host:
             copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
-            forward, backward = max(forward, copied), max(backward, copied)
+            called = _LOADS * self.cluster.device.call * part.tensors
+            forward = max(forward, copied, part.called + called)
+            backward = max(backward, copied, part.called_back + called)
         fsdp, staged = self.layout.data == "fsdp", self.layout.stages > 1
         gathers = self._gather(part) if fsdp or not staged else 0.0
         again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0

@@ -9,7 +9,7 @@ what passes from the end of one of the equal layers to the end of the next.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,8 +33,8 @@ class Part(NamedTuple):
     """A part of the model on a rank, for one microbatch.
 
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
-    ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations;
-    ``sent`` are the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters``
+    ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations, and
+    ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters``
     those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and
     ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
     """
@@ -43,6 +43,8 @@ class Part(NamedTuple):
     backward: float = 0.0
     started: float = 0.0
     started_back: float = 0.0
+    called: float = 0.0
+    called_back: float = 0.0
     sent: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
@@ -64,8 +66,8 @@ class Part(NamedTuple):
         """Forward and backward of a microbatch that is ``scale`` times as large."""
         started = min(self.started, self.forward), min(self.started_back, self.backward)
         return (
-            started[0] + (self.forward - started[0]) * scale,
-            started[1] + (self.backward - started[1]) * scale,
+            max(self.called, started[0] + (self.forward - started[0]) * scale),
+            max(self.called_back, started[1] + (self.backward - started[1]) * scale),
         )
 
     @property
@@ -175,11 +177,21 @@ def _layer(program: Program, analysis: Analysis, stack: Stack) -> Part:
 
 
 def _halves(analysis: Analysis, forward: Iterable[int], backward: Iterable[int]) -> dict[str, float]:
-    """The seconds of rows of the two halves, and those that their operations take to start."""
+    """The seconds of rows of the two halves, and those that their operations take to be started and called."""
     halves = [[analysis.rows[place] for place in places] for places in (forward, backward)]
     seconds = [sum(row.seconds for row in rows) for rows in halves]
-    started = [_started(rows, analysis) for rows in halves]
-    return {"forward": seconds[0], "backward": seconds[1], "started": started[0], "started_back": started[1]}
+    return {"forward": seconds[0], "backward": seconds[1], **_fixed(*halves, analysis)}
+
+
+def _fixed(forward: Sequence[Row], backward: Sequence[Row], analysis: Analysis) -> dict[str, float]:
+    """The seconds that operations take whatever the size of a microbatch is."""
+    call = analysis.cluster.device.call
+    return {
+        "started": _started(forward, analysis),
+        "started_back": _started(backward, analysis),
+        "called": call * len(forward),
+        "called_back": call * len(backward),
+    }
 
 
 def _started(rows: Iterable[Row], analysis: Analysis) -> float:
@@ -217,10 +229,8 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     sent = sum(row.seconds for row in rows if row.stream and row.stream not in COPIES)
     backward = max(ends, default=0.0) - middle
     state = _state(program, sorted(program.trained))
-    started = _started(rows[:forward], analysis), _started(rows[forward:], analysis)
-    whole = state._replace(
-        forward=middle, backward=backward, started=started[0], started_back=started[1], sent=sent, saved=saved
-    )
+    fixed = _fixed(rows[:forward], rows[forward:], analysis)
+    whole = state._replace(forward=middle, backward=backward, sent=sent, saved=saved, **fixed)
     return whole, max(live, default=0) - saved
 
 
