@@ -34,9 +34,10 @@ class Part(NamedTuple):
 
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
     ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations, and
-    ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters``
-    those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and
-    ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
+    ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are
+    the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters`` those of the
+    rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and ``reduced`` of
+    their gradients as they are reduced; ``tensors`` is the number of these parameters.
     """
 
     forward: float = 0.0
