@@ -179,9 +179,9 @@ def _layer(program: Program, analysis: Analysis, stack: Stack) -> Part:
 
 def _halves(analysis: Analysis, forward: Iterable[int], backward: Iterable[int]) -> dict[str, float]:
     """The seconds of rows of the two halves, and those that their operations take to be started and called."""
-    halves = [[analysis.rows[place] for place in places] for places in (forward, backward)]
-    seconds = [sum(row.seconds for row in rows) for rows in halves]
-    return {"forward": seconds[0], "backward": seconds[1], **_fixed(*halves, analysis)}
+    first, second = ([analysis.rows[place] for place in places] for places in (forward, backward))
+    seconds = {"forward": sum(row.seconds for row in first), "backward": sum(row.seconds for row in second)}
+    return seconds | _fixed(first, second, analysis)
 
 
 def _fixed(forward: Sequence[Row], backward: Sequence[Row], analysis: Analysis) -> dict[str, float]:
