@@ -174,6 +174,16 @@ def test_a_chosen_plan_explains_itself_and_round_trips():
     assert "its step is" in text and "twice as fast" in text and "1 GiB more" in text
 
 
+def test_waits_for_python_are_told_apart_from_computation():
+    best, *others = chosen().considered
+    best = replace(best, seconds=1.0, compute=0.9, exposed=0.0, bubble=0.0, calls=0.6)
+    other = replace(others[0], seconds=1.2, samples=best.samples, compute=1.1, exposed=0.0, bubble=0.0, calls=0.8)
+    plan = replace(chosen(), considered=(best, other))
+    assert "30% computation, 60% waiting for Python to call operations" in plan.explain()
+    assert "20.0% slower: waits more for Python" in plan.explain()
+    assert Plan.from_yaml(plan.to_yaml()).considered == plan.considered
+
+
 def test_a_plan_that_was_measured_fastest_says_which_was_so_by_prediction():
     one, other = chosen().considered[:2]
     said = replace(chosen(), considered=(replace(other, seconds=1.5 * one.seconds), one)).explain()

@@ -16,8 +16,9 @@ class Candidate:
     ``fits``: whether the memory is within the device's, or the budget. ``batches``: number of batches per step, over
     all data ranks and their microbatches, with ``samples`` samples together. Of the seconds, ``compute`` are those of
     the busiest rank's computation, ``exposed`` those of communication that it does not hide, ``bubble`` those in which
-    a rank of a pipeline is idle. ``recompute`` is what backward recomputes. ``plan`` is the candidate as a
-    :class:`shardgraph.Plan`, for the best of them.
+    a rank of a pipeline is idle; of the computation, in ``calls`` the device waits for Python to call its operations,
+    if there is no pipeline and it is known what that takes. ``recompute`` is what backward recomputes. ``plan`` is the
+    candidate as a :class:`shardgraph.Plan`, for the best of them.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Candidate:
     compute: float = 0.0
     exposed: float = 0.0
     bubble: float = 0.0
+    calls: float = 0.0
     recompute: str = "none"
     plan: Any = field(default=None, repr=False)
 

@@ -51,8 +51,8 @@ def _table(considered: Sequence[Candidate]) -> Iterator[str]:
 
 def _bound(best: Candidate) -> str:
     """What takes the time of a step."""
-    parts = {"computation": best.compute, "communication that it does not hide": best.exposed}
-    parts |= {"waiting for other stages": best.bubble}
+    parts = {"computation": best.compute - best.calls, "waiting for Python to call operations": best.calls}
+    parts |= {"communication that it does not hide": best.exposed, "waiting for other stages": best.bubble}
     parts |= {"the optimizer": max(0.0, best.seconds - sum(parts.values()))}
     shares = [
         f"{seconds / best.seconds:.0%} {kind}" for kind, seconds in parts.items() if seconds > 0.005 * best.seconds
@@ -95,7 +95,8 @@ def _verdict(candidate: Candidate, best: Candidate) -> str:
 
     def shares(of: Candidate) -> dict[str, float]:
         per = of.per_sample / of.seconds if of.seconds else 0.0
-        named = {"computes more": of.compute, "communicates more": of.exposed, "waits for stages": of.bubble}
+        named = {"computes more": of.compute - of.calls, "waits more for Python": of.calls}
+        named |= {"communicates more": of.exposed, "waits for stages": of.bubble}
         rest = {"updates more": of.seconds - sum(named.values())}
         return {kind: seconds * per for kind, seconds in (named | rest).items()}
 

@@ -263,6 +263,7 @@ _CANDIDATE = {
     "compute": _SECONDS,
     "exposed": _SECONDS,
     "bubble": _SECONDS,
+    "calls": _SECONDS,
     "recompute": _TEXT,
     "plan": _Field(dict, "a whole plan", _nested),
 }

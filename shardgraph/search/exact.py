@@ -68,6 +68,7 @@ class Priced:
             compute=parts["compute"],
             exposed=parts["exposed"],
             bubble=parts["bubble"],
+            calls=parts["calls"],
             recompute=plan.recompute if isinstance(plan.recompute, str) and not some else "some",
             plan=replace(plan, considered=(), note="") if full else None,
         )
@@ -84,6 +85,7 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     """
     plan, analysis = _analysed(source, plan, budget, whole)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
+    parts["calls"] = analysis.calls if isinstance(analysis, Analysis) else 0.0
     once = parts["optimizer"]
     seconds = accumulated * (analysis.time.total - once) + once
     parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
