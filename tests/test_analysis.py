@@ -31,9 +31,9 @@ def llama(layers: int, **sizes) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).train()
 
 
-def gpt2(layers: int, vocab_size: int = 61) -> GPT2LMHeadModel:
+def gpt2(layers: int, vocab_size: int = 61, width: int = 32) -> GPT2LMHeadModel:
     config = GPT2Config(
-        n_embd=32, n_layer=layers, n_head=4, vocab_size=vocab_size, n_positions=16, bos_token_id=0, eos_token_id=0
+        n_embd=width, n_layer=layers, n_head=4, vocab_size=vocab_size, n_positions=16, bos_token_id=0, eos_token_id=0
     )
     with torch.device("meta"):
         return GPT2LMHeadModel(config).train()
@@ -259,16 +259,19 @@ def test_so_are_those_of_a_llama(monkeypatch):
     _assert_equal(*_folded_and_whole(monkeypatch, model, {"example_kwargs": text(1, 128)}, 1, {"dp": 512}, "fsdp"))
 
 
+LARGE = {"hidden_size": 512, "intermediate_size": 1024}  # a layer has more than is updated together
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        pytest.param(llama(9), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
-        pytest.param(llama(9), "zero2", id="llama-zero2", marks=pytest.mark.slow),
-        pytest.param(llama(9), "fsdp+tp+sp", id="llama-tp", marks=pytest.mark.slow),
-        pytest.param(gpt2(9), "ddp", id="gpt2-ddp"),
-        pytest.param(gpt2(9), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
-        pytest.param(gpt2(9), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
+        pytest.param(llama(9, **LARGE), "fsdp", id="llama-fsdp", marks=pytest.mark.slow),
+        pytest.param(llama(9, **LARGE), "zero2", id="llama-zero2", marks=pytest.mark.slow),
+        pytest.param(llama(9, **LARGE), "fsdp+tp+sp", id="llama-tp", marks=pytest.mark.slow),
+        pytest.param(gpt2(9, width=512), "ddp", id="gpt2-ddp"),
+        pytest.param(gpt2(9, width=512), "fsdp", id="gpt2-fsdp", marks=pytest.mark.slow),
+        pytest.param(gpt2(9, width=512), "zero2", id="gpt2-zero2", marks=pytest.mark.slow),
     ],
 )
 def test_nine_layers_written_down_from_a_few_equal_nine_layers_analysed(model, plan, monkeypatch):
@@ -279,7 +282,7 @@ def test_nine_layers_written_down_from_a_few_equal_nine_layers_analysed(model, p
         cluster = toy_cluster(memory=16 * GIB)
         mesh = {"dp": 2, "tp": 2} if "tp" in plan else {"dp": 4}
         apart = replace(shardgraph.preset(plan, tuple(mesh.items())), bucket=0)  # one of small layers holds several
-        return shardgraph.analyze(model, (), apart, example_kwargs=text(), mesh=mesh, cluster=cluster, fold=fold)
+        return shardgraph.analyze(model, (), apart, example_kwargs=text(1024), mesh=mesh, cluster=cluster, fold=fold)
 
     folded, whole = analysis(True), analysis(False)
     assert len(written) == 1

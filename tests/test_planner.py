@@ -210,10 +210,12 @@ def test_a_given_plan_says_that_it_was_not_chosen():
 
 @pytest.mark.slow
 def test_without_a_plan_that_fits_the_error_says_what_takes_least_and_what_would_help():
+    model, (args, kwargs) = make("tied-transformer", 32)  # a batch that takes more than the update does
     with pytest.raises(PlanError, match=r"no plan fits 1\.0 KiB per rank: the smallest is") as error:
-        chosen(1024)
+        shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(1, devices_per_node=4, memory=1024))
     assert "at its peak: " in str(error.value)
-    assert "batches of 1, two of them accumulated: " in str(error.value)
+    assert "8 devices: " in str(error.value)
+    assert "batches of 16, two of them accumulated: " in str(error.value)
 
 
 @pytest.mark.slow

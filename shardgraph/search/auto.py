@@ -39,7 +39,10 @@ Where a search sees more, it takes that. A layout is not priced if its estimate,
 price."""
 
 _DOUBT_OF_FEW = 1.25
-"""Likewise for models without many equal layers, of which estimates know less, and which are priced in no time."""
+"""Likewise for models without many equal layers, of which estimates know less."""
+
+_DOUBT_OF_SMALL = 2.0
+"""Likewise for small models, whose operations take little but their overhead, and which are priced in no time."""
 
 _BOUNDS = 4
 """Meshes whose bounds are listed."""
@@ -64,11 +67,10 @@ _ADJUSTED = 2
 """Numbers of layers that are tried at most, of those that are not treated as the others."""
 
 _TRIES = 12
-"""Layouts that are priced exactly before those with the least memory are, if none of them fits; and at most of a small
-model, if one does."""
+"""Layouts that are priced exactly before those with the least memory are, if none of them fits."""
 
-_TRIES_OF_FEW = 48
-"""Likewise of a small model, of whose memory estimates know less, if none of them fits."""
+_OF_SMALL = 48
+"""Layouts of a small model that are priced exactly at most, whether one fits or none: estimates know less of it."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ class Finals:
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
         small = not self._deep and len(self._question.shapes) <= SMALL
-        self._most, self._tries = (_TRIES, _TRIES_OF_FEW) if small else (_FINALISTS, _TRIES)
+        self._most, self._tries = (_OF_SMALL, _OF_SMALL) if small else (_FINALISTS, _TRIES)
+        self._expected = _DOUBT if self._deep else _DOUBT_OF_SMALL if small else _DOUBT_OF_FEW
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
         self._guesses: dict[Layout, float] = {}
@@ -262,7 +265,7 @@ class Finals:
     @property
     def _doubt(self) -> float:
         """How much more than exact prices estimates may be."""
-        return max(_DOUBT if self._deep else _DOUBT_OF_FEW, *self._ratios, 0.0)
+        return max(self._expected, *self._ratios, 0.0)
 
     def _price(self, layout: Layout, whole: bool = False) -> None:
         if self._priced.get(layout) is not None or (layout in self._priced and not whole):
