@@ -50,5 +50,6 @@ def seconds(
             f"device {device.name!r} has no rate for {kind} in {dtype}; it has {', '.join(have)}. Add "
             f"'{kind}/{dtype}' to its rates, or measure it with `shardgraph calibrate`"
         )
-    part = device.aligned(kind, dtype, alignment)
-    return on.maximum(rate.seconds(flops / part if part < 1 else flops, moved), memory.seconds(moved))
+    if (part := device.aligned(kind, dtype, alignment)) < 1:  # else an expression stays exact
+        flops = flops / part
+    return on.maximum(rate.seconds(flops, moved), memory.seconds(moved))

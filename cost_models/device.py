@@ -22,6 +22,9 @@ FLOP_KINDS = ("matmul", "convolution", "attention")
 BYTE_KINDS = ("pointwise", "transcendental", "random", "reduction", "gather", "optimizer")
 """Kinds of work counted in bytes read and written."""
 
+IN_16_BITS = ("bfloat16", "float16")
+"""Dtypes that tensor cores read row by row, in loads as wide as rows are aligned."""
+
 VIEW = "view"
 """Work that moves no bytes: only the overhead of its rate counts. It costs host time, which a GPU does not wait for."""
 
@@ -183,7 +186,7 @@ class Device:
 
     def aligned(self, kind: str, dtype: str, alignment: int) -> float:
         """The part of its rate that work attains whose matrices have rows at multiples of ``alignment`` bytes."""
-        return min(1.0, alignment / self.alignment) if kind == "matmul" and dtype in ("bfloat16", "float16") else 1.0
+        return min(1.0, alignment / self.alignment) if kind == "matmul" and dtype in IN_16_BITS else 1.0
 
     def rate(self, kind: str, dtype: str = "") -> Rate | None:
         """The rate of a kind of work; None for a kind counted in FLOPs in a dtype that the device has no rate for.

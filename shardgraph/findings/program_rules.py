@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from shardgraph import ir
 from shardgraph.cost_models.compute import ALIGNED
+from shardgraph.cost_models.device import IN_16_BITS
 from shardgraph.errors import ShardGraphError
 from shardgraph.findings.finding import Finding
 from shardgraph.ir.attributes import SOURCE
@@ -186,7 +187,7 @@ def _gathered_outputs(program: Program) -> Iterator[Finding]:
 def _unaligned(program: Program) -> Iterator[Finding]:
     """Products of forward in 16 bits that tensor cores are slow to read, such as with a vocabulary of odd size."""
     products = (node for gm in _forwards(program) for node in gm.graph.nodes if node.target in _PRODUCTS)
-    costs = [(node, cost) for node in products if (cost := node_cost(node)).dtype in ("bfloat16", "float16")]
+    costs = [(node, cost) for node in products if (cost := node_cost(node)).dtype in IN_16_BITS]
     slow = [(node, cost) for node, cost in costs if cost.alignment < ALIGNED]
     part = sum(cost.flops for _, cost in slow) / max(1, sum(cost.flops for _, cost in costs))
     if part >= _WORTH_PADDING:
