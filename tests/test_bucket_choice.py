@@ -13,6 +13,7 @@ import shardgraph
 from shardgraph import Cluster, Plan, preset
 from shardgraph.capture.capture import capture
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.device import Link
 from shardgraph.passes.lowering import lower
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import analyze_program
@@ -106,6 +107,18 @@ def test_neither_half_nor_twice_the_buckets_is_faster(width, layers, rows, overl
 
     assert plan.bucket
     assert seconds(plan.bucket) <= min(seconds(2 * plan.bucket), seconds(plan.bucket // 2), seconds(0))
+
+
+def test_no_bucket_on_a_cpu_is_a_buffer_that_the_system_gives_anew_each_time():
+    """Its latency asks for larger ones, but from 32 MiB on a buffer is new pages, which takes ten times as long."""
+    slow = Link(bandwidth=1e9, latency=1.0)
+    cpu, other = (replace(NODE, device=replace(NODE.device, name=name), intra=slow) for name in ("cpu", "other"))
+    assert bucket_bytes(preset("ddp", {"dp": 4}), other) > 2**25
+    assert bucket_bytes(preset("ddp", {"dp": 4}), cpu) == 2**24
+    model, args = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))), (torch.zeros(4, 1024),)
+    options = {"mesh": {"dp": 4}, "recompute": "none"}
+    sizes = [shardgraph.analyze(model, args, "auto", cluster=each, **options).plan.bucket for each in (cpu, other)]
+    assert sizes[0] <= 2**24 < sizes[1]
 
 
 def test_one_rank_has_no_buckets():

@@ -15,7 +15,7 @@ from shardgraph.report.folding import SHALLOW
 from shardgraph.report.parts import held_at_peak
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
-from shardgraph.search.buckets import bucket_bytes
+from shardgraph.search.buckets import bucket_bytes, largest_bucket
 from shardgraph.search.depths import Depths
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
@@ -111,11 +111,12 @@ def in_other_buckets(
     source: Source, best: Priced, budget: int, accumulated: int = 1, late: Callable[[], bool] = lambda: False
 ) -> Iterator[Priced]:
     """Prices of a plan in larger buckets and, if none is better, in smaller ones, as long as they become better."""
-    total = source.question.parameter_bytes
-    start, fastest = best.plan.bucket or bucket_bytes(best.plan, source.question.machine, total), best
+    total, machine = source.question.parameter_bytes, source.question.machine
+    most = min(2 * total - 1, largest_bucket(machine))
+    start, fastest = best.plan.bucket or bucket_bytes(best.plan, machine, total), best
     for factor in (2.0, 0.5):
         size = int(start * factor)
-        while 0 < size < 2 * total and not late():
+        while 0 < size <= most and not late():
             try:
                 other = price(source, replace(best.plan, bucket=size), budget, accumulated)
             except PlanError:
