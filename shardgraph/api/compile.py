@@ -186,7 +186,8 @@ def compile(
             )
 
         here = question.cluster is None and _local_ranks() == _ranks()
-        chosen = fastest(chosen, build, *inputs, tune, here=here)
+        room = question.budget - question.parameter_bytes  # beside the model that is given
+        chosen = fastest(chosen, build, *inputs, tune, room, here=here)
         question = question.settled(chosen)
         chosen = _decided(agreement, question, setup.captures)
 

@@ -31,21 +31,27 @@ def fastest(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     seconds: float,
+    memory: int,
     *,
     here: bool,
 ) -> Plan:
     """The candidate of ``chosen`` and its alternatives whose measured step takes least per sample.
 
     All ranks call it, with the same plan. ``build(plan)`` compiles a copy of the model; ``seconds`` are those that all
-    candidates are run for together, without compiling them. A step is that of the slowest rank, with AdamW. If they
-    were priced on the machine ``here``, its prices are corrected for next time.
+    candidates are run for together, without compiling them. They run in turns if all fit into ``memory`` bytes at once.
+    A step is that of the slowest rank, with AdamW. If they were priced on the machine ``here``, its prices are
+    corrected for next time.
     """
     candidates = (chosen, *chosen.alternatives)[:_CANDIDATES]
     if len(candidates) == 1:
         return chosen
     predicted = [chosen.considered[0], *(each for each in chosen.considered[1:] if each.fits and each.plan is not None)]
     inputs = pytree.tree_map_only(torch.Tensor, _real, (args, dict(kwargs)))
-    measured = [measured_step(build(plan), inputs, seconds / len(candidates)) for plan in candidates]
+    together = sum(each.memory for each in predicted[: len(candidates)])
+    if _slowest(float(together - memory)) <= 0:  # on every rank, so all measure in the same order
+        measured = measured_in_turns([build(plan) for plan in candidates], inputs, seconds)
+    else:
+        measured = [measured_step(build(plan), inputs, seconds / len(candidates)) for plan in candidates]
     per_sample = [value / plan.data_size for value, plan in zip(measured, candidates, strict=True)]
     best = min(range(len(candidates)), key=per_sample.__getitem__)
     remarks = tuple(
@@ -84,6 +90,17 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return made(tensor.shape, dtype=tensor.dtype)
 
 
+def measured_in_turns(modules: Sequence[ShardedModule], inputs: tuple[Any, Any], seconds: float) -> list[float]:
+    """The median seconds of a step of each module over turns of a few steps, so that what else slows a machine slows
+    all of them; the turns take about ``seconds`` together, and there is at least one."""
+    turns: list[list[float]] = []
+    spent = 0.0  # as the slowest rank measures it, so all ranks take as many turns
+    while not turns or spent * (1 + 1 / len(turns)) <= seconds:
+        turns.append([measured_step(module, inputs, 0.0) for module in modules])
+        spent += (_WARM + _LEAST) * sum(turns[-1])
+    return [statistics.median(taken) for taken in zip(*turns, strict=True)]
+
+
 def measured_step(sharded: ShardedModule, inputs: tuple[Any, Any], seconds: float) -> float:
     """The median seconds of a step on the slowest rank."""
     args, kwargs = inputs
@@ -114,6 +131,7 @@ def _step(sharded: ShardedModule, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _slowest(seconds: float) -> float:
+    """The largest of all ranks' numbers."""
     if not dist.is_initialized():
         return seconds
     value = torch.tensor(seconds, dtype=torch.float64)
