@@ -48,7 +48,7 @@ def fastest(
     predicted = [chosen.considered[0], *(each for each in chosen.considered[1:] if each.fits and each.plan is not None)]
     inputs = pytree.tree_map_only(torch.Tensor, _real, (args, dict(kwargs)))
     together = sum(each.memory for each in predicted[: len(candidates)])
-    if _slowest(float(together - memory)) <= 0:  # on every rank, so all measure in the same order
+    if _largest(float(together - memory)) <= 0:  # on every rank, so all measure in the same order
         measured = measured_in_turns([build(plan) for plan in candidates], inputs, seconds)
     else:
         measured = [measured_step(build(plan), inputs, seconds / len(candidates)) for plan in candidates]
@@ -114,7 +114,7 @@ def measured_step(sharded: ShardedModule, inputs: tuple[Any, Any], seconds: floa
         optimizer.zero_grad()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        taken.append(_slowest(time.perf_counter() - started))
+        taken.append(_largest(time.perf_counter() - started))
         left -= 1
         if len(taken) == _WARM + 1:  # as many as the slowest rank has time for, so all ranks run as many
             left = max(left, int(seconds / max(taken[-1], 1e-6)))
@@ -130,11 +130,11 @@ def _step(sharded: ShardedModule, args: tuple[Any, ...], kwargs: Mapping[str, An
     torch.autograd.backward([leaf.float().square().mean() for leaf in leaves])
 
 
-def _slowest(seconds: float) -> float:
+def _largest(number: float) -> float:
     """The largest of all ranks' numbers."""
     if not dist.is_initialized():
-        return seconds
-    value = torch.tensor(seconds, dtype=torch.float64)
+        return number
+    value = torch.tensor(number, dtype=torch.float64)
     if dist.get_backend() == "nccl":
         value = value.cuda()
     dist.all_reduce(value, dist.ReduceOp.MAX)

@@ -46,12 +46,13 @@ def filling(group: Group, cluster: Cluster, total: float) -> int:
     sent = latency / (seconds(_LARGE) - latency) * _LARGE  # in as much time as the latency
     slowing = (1 - cluster.overlap) / cluster.overlap if cluster.overlap else math.inf
     wanted = min(sent * (1 / _LATENCY - 1), math.sqrt(total * sent * max(slowing, 1.0)))
-    size, most = _SIZES[0], largest_bucket(cluster)
-    while size < min(wanted, most):
+    least, most = _SIZES
+    size = least
+    while size < min(wanted, most, largest_bucket(cluster)):
         size *= 2
     return size
 
 
-def largest_bucket(cluster: Cluster) -> int:
-    """Bytes of the largest bucket that is chosen on a cluster."""
-    return _REUSED if cluster.device.is_cpu else _SIZES[1]
+def largest_bucket(cluster: Cluster) -> float:
+    """Bytes above which no bucket is chosen on a cluster, whatever its price."""
+    return _REUSED if cluster.device.is_cpu else math.inf

@@ -112,11 +112,10 @@ def in_other_buckets(
 ) -> Iterator[Priced]:
     """Prices of a plan in larger buckets and, if none is better, in smaller ones, as long as they become better."""
     total, machine = source.question.parameter_bytes, source.question.machine
-    most = min(2 * total - 1, largest_bucket(machine))
     start, fastest = best.plan.bucket or bucket_bytes(best.plan, machine, total), best
     for factor in (2.0, 0.5):
         size = int(start * factor)
-        while 0 < size <= most and not late():
+        while 0 < size < 2 * total and size <= largest_bucket(machine) and not late():
             try:
                 other = price(source, replace(best.plan, bucket=size), budget, accumulated)
             except PlanError:
