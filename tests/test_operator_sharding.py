@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError, torch_api
 from shardgraph.ir import collectives, take_part
-from shardgraph.ir.attributes import REDUCES
+from shardgraph.ir.attributes import REDUCES, SUBJECT
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.placing import place_operators
 from shardgraph.passes.program import Program
@@ -171,6 +171,16 @@ def test_a_layer_of_llama_reduces_twice_in_forward_and_twice_in_backward_as_mega
 def test_with_sequences_cut_each_reduction_is_a_gather_and_a_scatter_and_inputs_are_gathered_again():
     gather, scatter = ((kind, BATCH * LENGTH * WIDTH) for kind in ("all_gather_into_tensor", "reduce_scatter_tensor"))
     assert sent_by_a_layer("tp+sp") == {"forward": {gather: 2, scatter: 2}, "backward": {gather: 4, scatter: 2}}
+
+
+def test_gradients_of_whole_weights_are_left_to_one_reduction_not_scattered_and_gathered_at_the_end():
+    model = llama(2, hidden_size=512, intermediate_size=1024)
+    made = build_program(model, resolve_plan("tp+sp", (("tp", 2),)), (), text(1024))
+    whole = [fqn for fqn, entry in made.parameters.items() if entry.placements == ("replicate",)]
+    assert sum("mlp" in fqn for fqn in whole) == 6, "their tokens are more than their weights"
+    nodes = collectives(made.backward)
+    told = Counter(node.target.__name__.split(".")[0] for node in nodes if "gradient of" in SUBJECT.get(node, ""))
+    assert set(told) == {"all_reduce"}
 
 
 class UpAndDown(nn.Module):
