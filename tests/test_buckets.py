@@ -91,8 +91,13 @@ def test_gradients_are_reduced_in_the_buckets_in_which_parameters_are_gathered()
 
 
 def reductions_of_layers(model: nn.Module) -> list[tuple[Any, str]]:
-    """Those of gradients in divided layers, with the names of the parameters."""
-    plan = replace(preset("fsdp+tp+sp", {"dp": 2, "tp": 4}), bucket=1 << 26)
+    """Those of gradients in layers, with the names of the parameters, where matrices are divided as in Megatron-LM."""
+    plan = preset("fsdp+tp+sp", {"dp": 2, "tp": 4})
+    [(_, every)] = plan.parameters
+    rows = ("*.[qkv]_proj.*", "*.gate_proj.*", "*.up_proj.*", "*embed_tokens.*")
+    along = dict.fromkeys(rows, "split(0)") | {"*.o_proj.*": "split(1)", "*.down_proj.*": "split(1)"}
+    rules = [(name, replace(every, placements=("shard(0)", cut))) for name, cut in along.items()]
+    plan = replace(plan, bucket=1 << 26, parameters=(("*", every), *rules))
     backward = build_program(model, plan, (), kwargs=text(2, 512)).backward
     reduced = [node for node in ir.collectives(backward) if ".layers." in REDUCES.get(node, "")]
     return [(node.target, REDUCES.of(node)) for node in reduced]
@@ -100,18 +105,18 @@ def reductions_of_layers(model: nn.Module) -> list[tuple[Any, str]]:
 
 def test_gradients_that_are_summed_over_operator_axes_too_are_reduced_apart_from_the_others():
     """Those of norms, where sequences are divided. So they share both reductions, and the others their one."""
-    found = reductions_of_layers(llama(2, hidden_size=256))
+    found = reductions_of_layers(llama(2, hidden_size=256, num_key_value_heads=4, vocab_size=64))
     norms = [target for target, fqns in found if "layernorm" in fqns]
     assert norms == [ir.REDUCE_SCATTER, ir.ALL_REDUCE]
     assert [target for target, fqns in found if "layernorm" not in fqns] == [ir.REDUCE_SCATTER]
 
 
 def test_one_gradient_that_is_summed_over_more_axes_is_reduced_with_the_others_of_its_bucket():
-    model = llama(1, hidden_size=256, vocab_size=2**15)
-    model.model.layers[0].post_attention_layernorm = model.model.norm = nn.Identity()
+    model = llama(1, hidden_size=256, num_key_value_heads=4, vocab_size=2**15)
+    model.model.layers[0].input_layernorm = model.model.norm = nn.Identity()
     (first, together), (second, alone) = reductions_of_layers(model)
     assert first == ir.REDUCE_SCATTER and "q_proj" in together and "layernorm" in together
-    assert second == ir.ALL_REDUCE and alone == "model.layers.0.input_layernorm.weight"
+    assert second == ir.ALL_REDUCE and alone == "model.layers.0.post_attention_layernorm.weight"
 
 
 def test_a_plan_has_the_same_buckets_for_every_call():

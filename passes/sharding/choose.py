@@ -44,7 +44,7 @@ from shardgraph.passes.sharding.options import Option, operands
 from shardgraph.passes.sharding.placements import PARTIAL
 
 _LIMIT = 120.0  # seconds of search
-_MERGED = 0.98  # of what it costs alone: a gradient's reduction that is left to the end, with other axes and gradients
+_EARLY = 1 + 1e-5  # for a choice among equals: what a reduction costs that is not left to the end
 
 
 class Placements(ABC):
@@ -146,8 +146,8 @@ class Placements(ABC):
         for before, after in itertools.product(made, used):
             if math.isinf(cost := self.move((maker.node, result), before, after)):
                 continue
-            if before == PARTIAL and operand is None:
-                cost *= _MERGED  # more than is saved by views of a gradient that has been scattered
+            if before == PARTIAL and operand is not None:  # at the end, reductions of several gradients are merged
+                cost *= _EARLY
             flow = program.variable()
             out[before][flow] = into[after][flow] = 1.0
             if cost:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class PlacementPrices:
         products = [results(node) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
         sizes = [max(v.nbytes for v in values if isinstance(v, torch.Tensor)) for values in products]
         self.scale = max(1.0, TRAINED / statistics.median(sizes)) if sizes else 1.0
+        self.returned = _returned_views(costs)
 
     def move(self, before: Placement, after: Placement, value: torch.Tensor) -> float:
         """Seconds to redistribute a tensor, given as the global ``value``; infinite if impossible."""
@@ -90,6 +91,8 @@ class PlacementPrices:
         sent, passed = 2 * self.scale * option.sent, 4 * self.scale * option.passed
         reduced = 2 * self.collective("all_reduce", sent, sent) if sent else 0.0
         cost = self.costs[node]
+        if node in self.returned:
+            return 0.0  # or a gradient would be scattered to save half of its transposes, and gathered at the end
         if cost.kind not in FLOP_KINDS:
             return reduced + _BETWEEN * self._traffic(moved)
         parts = self.parts if any(is_cut(p) for p in (*option.operands, *option.results)) else 1
@@ -134,3 +137,12 @@ class PlacementPrices:
             return self.prices.computation(NodeCost(cost.kind, cost.dtype, **work))
         except ClusterError:  # no rate for the dtype, such as integers, which no device multiplies faster than float32
             return self.prices.computation(NodeCost(cost.kind, "float32", **work))
+
+
+def _returned_views(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The views that no operation reads, but other such views and the output."""
+    found: set[fx.Node] = set()
+    for node in reversed(list(nodes)):
+        if getattr(node.target, "is_view", False) and all(u.op == "output" or u in found for u in node.users):
+            found.add(node)
+    return found
