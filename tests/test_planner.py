@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Link
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimate import estimate
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -56,6 +58,17 @@ def test_it_is_never_slower_than_a_preset_by_its_own_prices():
     for name in ("ddp", "zero2", "fsdp"):
         analysis = shardgraph.analyze(model, args, name, example_kwargs=kwargs, mesh={"dp": 4}, cluster=cluster)
         assert chosen().considered[0].per_sample <= analysis.time.total / analysis.samples
+
+
+def test_ranks_hold_activations_whole_between_divided_products_where_latency_makes_that_faster():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))
+        call = {"example_inputs": (torch.zeros(8, 1024),)}
+    cluster = replace(toy_cluster(), intra=Link(1e10, 1e-4))
+    named = {each.name: each for each in shardgraph.plan(model, **call, cluster=cluster, devices=2).considered}
+    assert next(iter(named)) == "tp" and named["tp"].seconds < 0.9 * named["tp+sp"].seconds
+    alone = shardgraph.analyze(model, plan="tp", mesh={"tp": 2}, cluster=cluster, **call)
+    assert named["tp"].seconds <= alone.time.total
 
 
 def test_several_nodes_bring_hybrid_sharding_into_play():

@@ -74,6 +74,8 @@ def test_no_preset_that_fits_is_faster(name, devices):
     meshes = {plan: {"dp": devices} for plan in ("ddp", "zero1", "zero2", "fsdp")}
     if devices > 8:
         meshes["hsdp"] = {"dp_replicate": devices // 8, "dp_shard": 8}
+    for plan in ("tp", "tp+sp"):
+        meshes |= {plan: {"tp": devices}} if devices <= 8 else {f"fsdp+{plan}": {"dp": devices // 8, "tp": 8}}
     for plan, mesh in meshes.items():
         analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster)
         assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan

@@ -77,7 +77,7 @@ _OF_SMALL = 48
 class Found:
     """The answer of a search: exactly priced plans, those that fit first, and of these the fastest.
 
-    ``estimated`` is the number of layouts with an estimate. ``remarks`` are what was not searched and why, how far
+    ``estimated`` is the number of layouts with an estimate or a price. ``remarks`` are what was not searched and why, how far
     estimates were from exact prices, and what other devices would do.
     """
 
@@ -126,7 +126,7 @@ def search(
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:
         remarks += [*what_if(estimates, estimated, budget, machine, batches), *finals.alike()]
-    return Found(finals.ranked(), len(estimated), remarks)
+    return Found(finals.ranked(), len(finals.layouts.union(layout for layout, _ in estimated)), remarks)
 
 
 class Finals:
@@ -187,6 +187,7 @@ class Finals:
         elif not self.cut:
             if self._deep:
                 self._adjust()
+            self._hold_whole()
             self._refine(self._best)
             self._choose_parameters(self._best)
 
@@ -196,6 +197,11 @@ class Finals:
             if self._late():
                 break
             self._price(layout)
+
+    @property
+    def layouts(self) -> set[Layout]:
+        """What was priced, or has no price."""
+        return {*self._priced}
 
     @property
     def fits(self) -> bool:
@@ -243,7 +249,7 @@ class Finals:
     def _ratios(self) -> list[float]:
         """Estimates as parts of exact prices: of those in buckets for the cluster, where there are such."""
         exact = {layout: each for layout, each in self._priced.items() if each is not None} | self._in_buckets
-        return [self._guesses[layout] / each.per_sample for layout, each in exact.items()]
+        return [self._guesses[layout] / each.per_sample for layout, each in exact.items() if not layout.whole]
 
     def _may_fit(self, layout: Layout, guess: Estimate) -> bool:
         """Whether the peak of a layout may be within the budget: of what an estimate of few layers has whole, as is
@@ -316,6 +322,16 @@ class Finals:
                 return
             layout, priced = other, found
 
+    def _hold_whole(self) -> None:
+        """Price layouts that divide operators with whole activations between products, where these may then be the
+        fastest: all-reduces are fewer than all-gathers and reduce-scatters, and hold more memory."""
+        divided = {layout: each for layout, each in self._fitting.items() if layout.tp > 1 and layout.cp == 1}
+        for layout in sorted(divided, key=lambda layout: divided[layout].per_sample)[:_ADJUSTED]:
+            best, exposed = self._best, divided[layout].parts["exposed"] / divided[layout].seconds
+            assert best is not None
+            if exposed >= _HIDDEN and divided[layout].per_sample * (1 - exposed) < best.per_sample and not self._late():
+                self._price(replace(layout, whole=True))
+
     def _refine(self, best: Priced) -> None:
         """Price the best plan with collectives merged to other sizes, if it waits for any."""
         if best.parts["exposed"] < _HIDDEN * best.seconds:
@@ -330,7 +346,7 @@ class Finals:
     def _merge_others(self, best: Layout, least: float) -> None:
         """Price layouts in buckets for the cluster that may then take less than so many seconds per sample: where these
         matter, prices in the buckets of named plans, which are equally large everywhere, do not tell which is best."""
-        others = self._fitting.keys() - {best}
+        others = self._fitting.keys() & self._guesses.keys() - {best}
         for layout in sorted(others, key=self._guesses.__getitem__):
             if self._guesses[layout] > least * _DOUBT or self._late():
                 break
