@@ -63,8 +63,12 @@ _MATTERS = 1.02
 """If buckets for the cluster make the best layout so many times as fast, others are priced with them too. Vectors are
 replicated only if that makes the best plan so many times as fast: less has been lost on real ranks."""
 
+_WAITS = 0.1
+"""Of a step of many layers, what it waits for communication at least if other collectives are tried for it."""
+
 _ADJUSTED = 2
-"""Numbers of layers that are tried at most, of those that are not treated as the others."""
+"""Numbers of layers that are tried at most, of those that are not treated as the others; and layouts whose activations
+are held whole."""
 
 _TRIES = 12
 """Layouts that are priced exactly before those with the least memory are, if none of them fits."""
@@ -77,8 +81,8 @@ _OF_SMALL = 48
 class Found:
     """The answer of a search: exactly priced plans, those that fit first, and of these the fastest.
 
-    ``estimated`` is the number of layouts with an estimate or a price. ``remarks`` are what was not searched and why, how far
-    estimates were from exact prices, and what other devices would do.
+    ``estimated`` is the number of layouts with an estimate or a price. ``remarks`` are what was not searched and why,
+    how far estimates were from exact prices, and what other devices would do.
     """
 
     priced: Sequence[Priced]
@@ -324,12 +328,15 @@ class Finals:
 
     def _hold_whole(self) -> None:
         """Price layouts that divide operators with whole activations between products, where these may then be the
-        fastest: all-reduces are fewer than all-gathers and reduce-scatters, and hold more memory."""
-        divided = {layout: each for layout, each in self._fitting.items() if layout.tp > 1 and layout.cp == 1}
-        for layout in sorted(divided, key=lambda layout: divided[layout].per_sample)[:_ADJUSTED]:
-            best, exposed = self._best, divided[layout].parts["exposed"] / divided[layout].seconds
+        fastest: all-reduces are fewer than all-gathers and reduce-scatters, and what is saved takes more memory. Of
+        many layers, which take longer to price, the best layout alone."""
+        fitting = sorted(self._fitting.items(), key=lambda pair: pair[1].per_sample)
+        least, tried = (_WAITS, fitting[:1]) if self._deep else (_HIDDEN, fitting)
+        divided = [(layout, each) for layout, each in tried if layout.tp > 1 and layout.cp == layout.stages == 1]
+        for layout, each in divided[:_ADJUSTED]:
+            best, exposed = self._best, each.parts["exposed"] / each.seconds
             assert best is not None
-            if exposed >= _HIDDEN and divided[layout].per_sample * (1 - exposed) < best.per_sample and not self._late():
+            if exposed >= least and each.per_sample * (1 - exposed) < best.per_sample and not self._late():
                 self._price(replace(layout, whole=True))
 
     def _refine(self, best: Priced) -> None:

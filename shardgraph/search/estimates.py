@@ -101,7 +101,8 @@ class Estimates:
         if self._pipelines:
             yield (
                 "not searched with stages: chunks of the loss, layers of which some are recomputed or kept gathered, "
-                "and axes over several nodes, since pipelines take longest to price: ask for them in the plan"
+                "axes over several nodes, and operators divided with whole activations between them, since pipelines "
+                "take longest to price: ask for them in the plan"
             )
         if len(self._axes) > 2:
             yield (

@@ -30,12 +30,12 @@ class Layout:
     ``stages`` pipeline ranks, each with ``chunks`` stages, which with ``zero_bubble`` compute gradients of weights when
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of which ``data`` shards; ``tp`` ranks
     share a batch, and without ``cp`` shard activations between divided products along the sequence, or hold them whole,
-    if ``whole``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches of their own, and a part of the experts each.
-    A data rank computes ``microbatches`` of ``batch`` samples in a step. Of the model's equal layers the first ``full``
-    are recomputed whole, whatever ``recompute`` says of the others, and the parameters of the last ``kept`` stay
-    gathered for backward where ``data`` gathers them again. If ``chunked``, scores of a loss over a large vocabulary
-    exist in chunks. ``offload`` is the name of what is kept in
-    host memory (:meth:`Offload.of`), if anything is.
+    if ``whole``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches of their own,
+    and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step. Of the model's
+    equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, and the parameters
+    of the last ``kept`` stay gathered for backward where ``data`` gathers them again. If ``chunked``, scores of a loss
+    over a large vocabulary exist in chunks. ``offload`` is the name of what is kept in host memory
+    (:meth:`Offload.of`), if anything is.
     """
 
     stages: int = 1
