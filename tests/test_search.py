@@ -192,7 +192,7 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     for layout, _ in estimates.all(devices, cluster, batches):
         every._price(layout)
         if layout.tp > 1:
-            every._price(replace(layout, whole=True))
+            every._price(replace(layout, whole_activations=True))
     every.finish([])
     assert found.rank(budget)[0] == every.ranked()[0].rank(budget)[0], "whether any fits"
     if found.memory <= budget:

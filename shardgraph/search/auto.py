@@ -253,7 +253,7 @@ class Finals:
     def _ratios(self) -> list[float]:
         """Estimates as parts of exact prices: of those in buckets for the cluster, where there are such."""
         exact = {layout: each for layout, each in self._priced.items() if each is not None} | self._in_buckets
-        return [self._guesses[layout] / each.per_sample for layout, each in exact.items() if not layout.whole]
+        return [self._guesses[layout] / each.per_sample for layout, each in exact.items() if layout in self._guesses]
 
     def _may_fit(self, layout: Layout, guess: Estimate) -> bool:
         """Whether the peak of a layout may be within the budget: of what an estimate of few layers has whole, as is
@@ -337,7 +337,7 @@ class Finals:
             best, exposed = self._best, each.parts["exposed"] / each.seconds
             assert best is not None
             if exposed >= least and each.per_sample * (1 - exposed) < best.per_sample and not self._late():
-                self._price(replace(layout, whole=True))
+                self._price(replace(layout, whole_activations=True))
 
     def _refine(self, best: Priced) -> None:
         """Price the best plan with collectives merged to other sizes, if it waits for any."""
