@@ -84,6 +84,8 @@ class PlacementPrices:
 
     def operation(self, node: fx.Node, option: Option) -> float:
         """Seconds of an operation under an option, including its lowering's communication."""
+        if node in self.returned:
+            return 0.0  # or a gradient would be scattered to save half of its transposes, and gathered at the end
         values = [(operand.meta["val"], p) for operand, p in zip(operands(node), option.operands, strict=True)]
         values += [(v, p) for v, p in zip(results(node), option.results, strict=True) if p is not None]
         moved = sum(self.grown(value) * self._share(p) for value, p in values)
@@ -91,8 +93,6 @@ class PlacementPrices:
         sent, passed = 2 * self.scale * option.sent, 4 * self.scale * option.passed
         reduced = 2 * self.collective("all_reduce", sent, sent) if sent else 0.0
         cost = self.costs[node]
-        if node in self.returned:
-            return 0.0  # or a gradient would be scattered to save half of its transposes, and gathered at the end
         if cost.kind not in FLOP_KINDS:
             return reduced + _BETWEEN * self._traffic(moved)
         parts = self.parts if any(is_cut(p) for p in (*option.operands, *option.results)) else 1

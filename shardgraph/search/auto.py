@@ -204,8 +204,8 @@ class Finals:
 
     @property
     def layouts(self) -> set[Layout]:
-        """What was priced, or has no price."""
-        return {*self._priced}
+        """What was asked for its price, whether it has one or not."""
+        return set(self._priced)
 
     @property
     def fits(self) -> bool:
