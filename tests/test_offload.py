@@ -237,16 +237,19 @@ def test_without_prefetch_each_copy_is_awaited_at_once():
 
 
 def trained(
-    given: str | Offload | None, memory: int | None = None, steps: int = 3
+    given: str | Offload | None, memory: int | None = None, fused: bool | None = None
 ) -> tuple[list[float], PeakMemory, Program]:
-    """Losses of a model from ``meta``, what its whole life took, and its program."""
+    """Losses of a model from ``meta``, what its whole life took, and its program.
+
+    In host memory the optimizer's kernels are the fused ones, which round as others do on some CPUs and not on all.
+    """
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Wide()
     x = torch.randn(8, 128)
     with PeakMemory().track([x]) as meter:
         sharded = shardgraph.compile(model, "single", offload=given, memory=memory, example_inputs=(x,))
-        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=fused)
         losses = []
         for _ in range(3):
             loss = sharded(x)
@@ -264,7 +267,7 @@ def test_training_state_of_four_times_the_memory_of_the_device_trains_within_it(
     with pytest.raises(PlanError, match="no recomputation brings plan 'single'"):
         trained(None, memory=budget)
     losses, meter, program = trained("parameters", memory=budget)
-    assert losses == trained(None)[0]
+    assert losses == trained(None, fused=True)[0]
     assert meter.peak_bytes <= budget
     predicted = program_memory(program, "adamw")
     assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.02)
