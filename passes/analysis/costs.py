@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from shardgraph import ir
 from shardgraph.cost_models.compute import ALIGNED, causal_part
 from shardgraph.cost_models.device import VIEW
+from shardgraph.ir.operations import makes_view
 
 aten = torch.ops.aten
 
@@ -194,7 +195,7 @@ def _operation(target: Any) -> _Operation:
     started = "collective" if target in ir.COLLECTIVES else "copy" if target in ir.DIRECTIONS else ""
     free = target is operator.getitem or target in (ir.WAIT, ir.WAIT_COPY)
     views = (ir.trim_shard, ir.local_chunk, ir.buckets.unpack, aten._unsafe_view.default)
-    view = target in views or bool(getattr(target, "is_view", False))
+    view = target in views or makes_view(target)
     return _Operation(name, view, free, started, _kind_by_bytes(target, name), name in _READ_TWICE.split())
 
 

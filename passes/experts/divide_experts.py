@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.experts.exchange import ExchangeBuilder
 from shardgraph.passes.experts.find import find_experts
@@ -66,7 +67,7 @@ def _note_gathered(chosen: dict[fx.Node, Option], context: Context) -> None:
         for (source, index), placement in placed_operands(node, option):
             if placement == REPLICATE and isinstance(chosen[source].results[index], Shard):
                 user = node
-                while getattr(user.target, "is_view", False) and user.users:
+                while makes_view(user.target) and user.users:
                     user = next(iter(user.users))
                 users[str(user.target)] += 1
     for name, count in users.items():

@@ -11,6 +11,7 @@ from torch import fx
 
 from shardgraph.ir import Forwarded
 from shardgraph.ir.attributes import MEMORY_KIND, MODULES, OFFLOADED_BY, RECOMPUTE, ROLE
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.plans.annotations.kinds import offload
@@ -77,7 +78,7 @@ def _views(gm: fx.GraphModule, inside: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         if node.op != "call_function" or node not in inside or node in MEMORY_KIND or not node.all_input_nodes:
             continue
         viewed = node.all_input_nodes[0]
-        is_view = node.target is torch.ops.aten._unsafe_view.default or getattr(node.target, "is_view", False)
+        is_view = node.target is torch.ops.aten._unsafe_view.default or makes_view(node.target)
         if is_view or (node.target is operator.getitem and viewed in views):  # a piece of what returns several views
             views[node] = views.get(viewed, viewed)
     return views

@@ -11,6 +11,7 @@ from torch import fx
 from shardgraph.ir import WAIT, Output, Tangent, is_collective, local_part, outputs, placeholders
 from shardgraph.ir.attributes import REDUCES, Change, carried
 from shardgraph.ir.fake_values import layout_of
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
 
@@ -92,7 +93,7 @@ def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
         return any(value in zero for value in node.all_input_nodes)
     if node.target is aten.add.Tensor:
         return all(isinstance(value, fx.Node) and value in zero for value in node.args)
-    return (node.target in _LINEAR or getattr(node.target, "is_view", False)) and node.args[0] in zero
+    return (node.target in _LINEAR or makes_view(node.target)) and node.args[0] in zero
 
 
 def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], context: Context) -> None:

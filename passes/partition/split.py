@@ -27,6 +27,7 @@ from shardgraph.ir import (
     set_outputs,
 )
 from shardgraph.ir.attributes import ON_HOST, RECOMPUTE, ROLE, new_placeholder
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.analysis.places import on_host
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 
@@ -175,5 +176,5 @@ def _again(node: fx.Node) -> bool:
         return False
     if node in RECOMPUTE:
         return RECOMPUTE.of(node)
-    cheap = node.target is torch.ops.aten._to_copy.default or getattr(node.target, "is_view", False)
+    cheap = node.target is torch.ops.aten._to_copy.default or makes_view(node.target)
     return cheap and isinstance(node.args[0], fx.Node) and _again(node.args[0])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardgraph.ir import Gradient, Mutation, Parameter, local_part, outputs, placeholders
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.analysis.liveness import Storage, storages_of
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.random_state import draws
@@ -90,7 +91,7 @@ def computed_once(gm: fx.GraphModule) -> set[fx.Node]:
         if node.op != "call_function" or node not in inside:
             continue
         piece = node.target in (operator.getitem, local_part) and node.args[0] in once
-        if getattr(node.target, "is_view", False) and node.args[0] in written:
+        if makes_view(node.target) and node.args[0] in written:
             written.add(node)
         elif draws(node) or piece or not written.isdisjoint(node.all_input_nodes):
             once.add(node)

@@ -12,6 +12,7 @@ from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.sharding.placements import REPLICATE
 
 
@@ -66,7 +67,7 @@ def operations(gm: fx.GraphModule) -> list[fx.Node]:
 
 def moves_data(node: fx.Node) -> bool:
     """Whether the node is a view or a cast."""
-    return bool(getattr(node.target, "is_view", False)) or node.target is torch.ops.aten._to_copy.default
+    return makes_view(node.target) or node.target is torch.ops.aten._to_copy.default
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

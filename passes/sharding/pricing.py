@@ -30,6 +30,7 @@ from shardgraph.cost_models.optimizers import optimizer_cost
 from shardgraph.errors import ClusterError
 from shardgraph.ir import Parameter
 from shardgraph.ir.attributes import ROLE
+from shardgraph.ir.operations import makes_view
 from shardgraph.passes.analysis.costs import NodeCost
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.sharding.options import Option, operands, results
@@ -143,6 +144,6 @@ def _returned_views(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The views that no operation reads, but other such views and the output."""
     found: set[fx.Node] = set()
     for node in reversed(list(nodes)):
-        if getattr(node.target, "is_view", False) and all(u.op == "output" or u in found for u in node.users):
+        if makes_view(node.target) and all(u.op == "output" or u in found for u in node.users):
             found.add(node)
     return found

@@ -45,6 +45,11 @@ def operation_name(target: Any) -> str:
     return canonical(str(getattr(target, "__name__", target)).split(".")[0].strip("_"))
 
 
+def makes_view(target: Any) -> bool:
+    """Whether an operator's results are views of its first operand; whatever else a node may call is none."""
+    return bool(getattr(target, "is_view", False))
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node sees a value in another shape, or takes one of several."""
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
+    return node.target is operator.getitem or makes_view(node.target)
