@@ -4,10 +4,12 @@
 
 Each job is a model with a batch; its plans are compiled on the same ranks of one thread each, and run in turns, round
 after round, so that what else the machine does falls on all alike. A round of a plan is the median of some steps of the
-slowest rank, per sample. Memory limits of some jobs rule plans out, by prediction. The automatic plan is that of
-``shardgraph.plan``, whose ranks may share a batch. With ``--tune`` there is also the one that ``shardgraph.compile``
-takes after it has run the best for so many seconds, for which it corrects what is known of this machine; there each
-rank has its own batch, so it is compared with plans along data axes alone.
+slowest rank, per sample. The plans by name are presets, each with every way to recompute, and pipelines, each with
+several numbers of microbatches; of them, those run that fit a job's limit of memory and are within 1.5 times of the
+best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch. With ``--tune``
+there is also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds, for which it
+corrects what is known of this machine; there each rank has its own batch, so it is compared with plans along data axes
+alone.
 
 Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
@@ -22,12 +24,14 @@ import copy
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -41,11 +45,18 @@ SECONDS = 1.0  # of steps, in a round of a plan
 
 
 class Job(NamedTuple):
-    """A model, its call, and a limit on a rank's memory."""
+    """A model, its call, and a limit on a rank's memory. A call with a target has a squared error as its loss."""
 
     model: Callable[[], nn.Module]
     call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     memory: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What planning, analysing and compiling it have in common."""
+        kwargs = self.call()[1]
+        loss_fn = F.mse_loss if "target" in kwargs else None
+        return {"example_kwargs": kwargs, "loss_fn": loss_fn, "memory": self.memory}
 
 
 def _text(batch: int, length: int) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -73,8 +84,10 @@ def _wide(width: int, layers: int) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
 
 
-def _rows(batch: int, *shape: int) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    return lambda: ((torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0)),), {})
+def _rows(batch: int, *shape: int, out: int) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+    generator = torch.Generator().manual_seed(0)
+    x, target = torch.randn(batch, *shape, generator=generator), torch.randn(batch, out, generator=generator)
+    return lambda: ((x,), {"target": target})
 
 
 def _images() -> nn.Module:
@@ -98,14 +111,37 @@ JOBS = {
     "llama, large vocabulary": Job(_llama(2, 256, 16384), _text(2, 128)),
     "gpt2 6x256": Job(_gpt2(6, 256), _text(4, 128)),
     "gpt2 4x512, batch 1": Job(_gpt2(4, 512), _text(1, 64)),
-    "wide, batch 8": Job(_wide(2048, 4), _rows(8, 2048)),
-    "wide, batch 256": Job(_wide(1024, 4), _rows(256, 1024)),
-    "wide, 200 MiB": Job(_wide(2048, 4), _rows(8, 2048), "200MiB"),
-    "images": Job(_images, _rows(16, 3, 64, 64)),
-    "small parameters": Job(_small, _rows(32, 32)),
+    "gpt2 8x512, 300 MiB": Job(_gpt2(8, 512), _text(8, 64), "300MiB"),
+    "wide, batch 8": Job(_wide(2048, 4), _rows(8, 2048, out=2048)),
+    "wide, batch 256": Job(_wide(1024, 4), _rows(256, 1024, out=1024)),
+    "wide, 200 MiB": Job(_wide(2048, 4), _rows(8, 2048, out=2048), "200MiB"),
+    "images": Job(_images, _rows(16, 3, 64, 64, out=64)),
+    "small parameters": Job(_small, _rows(32, 32, out=32)),
 }
-PLANS = ("ddp", "zero2", "fsdp", "tp", "tp+sp")
+AUTOMATIC = ("auto", "tuned")
 OWN_BATCH = ("ddp", "zero2", "fsdp")  # whose ranks do not share one
+WITHIN = 1.5  # of the best prediction
+
+
+def by_hand(ranks: int) -> dict[str, dict[str, Any]]:
+    """The plans that a person would write, by name: what ``compile`` is asked for."""
+    meshes = {plan: {"dp": ranks} for plan in OWN_BATCH} | {plan: {"tp": ranks} for plan in ("tp", "tp+sp")}
+    stages = {"pp": {"pp": ranks}}
+    if ranks > 2:
+        half = ranks // 2
+        meshes |= {plan: {"dp": half, "tp": 2} for plan in ("zero2+tp", "fsdp+tp", "fsdp+tp+sp")}
+        stages |= {plan: {"pp": 2, "dp": half} for plan in ("pp+ddp", "pp+zero2")}
+    plans = {
+        f"{plan} {recompute}".removesuffix(" none"): {"plan": plan, "mesh": mesh, "recompute": recompute}
+        for plan, mesh in meshes.items()
+        for recompute in ("none", "selective", "full")
+    }
+    schedules = [("1f1b", 2 * ranks), ("1f1b", 4 * ranks), ("zbv", 2 * ranks)]
+    return plans | {
+        f"{plan} {schedule} {parts}": {"plan": plan, "mesh": mesh, "pipeline": shardgraph.Pipeline(parts, schedule)}
+        for plan, mesh in stages.items()
+        for schedule, parts in schedules
+    }
 
 
 class Outcome(NamedTuple):
@@ -139,8 +175,8 @@ def on_rank(name: str, rounds: int, finals: int, tune: float | None) -> Outcome:
     rounded = in_turns(list(dict.fromkeys(first_of.values())), rounds)
     times = {plan: statistics.median(rounded[first_of[plan]]) for plan in modules}
     best = {
-        "auto": min((plan for plan in PLANS if plan in times), key=times.__getitem__),
-        "tuned": min((plan for plan in OWN_BATCH if plan in times), key=times.__getitem__, default="auto"),
+        "auto": min((plan for plan in times if plan not in AUTOMATIC), key=times.__getitem__),
+        "tuned": min((plan for plan in times if plan.split()[0] in OWN_BATCH), key=times.__getitem__, default="auto"),
     }
     rivals = {plan: best[plan] for plan in best if plan in modules}
     again = in_turns(list(dict.fromkeys(first_of[plan] for pair in rivals.items() for plan in pair)), finals)
@@ -149,25 +185,39 @@ def on_rank(name: str, rounds: int, finals: int, tune: float | None) -> Outcome:
 
 
 def compiled(job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], tune: float | None) -> dict[str, Any]:
-    """The job's module under each plan that it may have, the automatic ones first."""
+    """The job's module under each plan that is run, the automatic ones first."""
     torch.manual_seed(0)
-    model, (args, kwargs) = job.model(), call
-    options: dict[str, Any] = {"example_kwargs": kwargs, "memory": job.memory, "progress": False}
+    model, (args, _) = job.model(), call
     # Every rank finds the same: the search is deterministic, and so are the prices of this machine.
-    automatic = shardgraph.plan(model, args, devices=dist.get_world_size(), **options)
-    wanted = {"auto": automatic} | ({"tuned": "auto"} if tune else {}) | {plan: plan for plan in PLANS}
+    automatic = shardgraph.plan(model, args, devices=dist.get_world_size(), progress=False, **job.options)
+    wanted: dict[str, dict[str, Any]] = {"auto": {"plan": automatic}}
+    if tune:
+        wanted["tuned"] = {"plan": "auto", "tune": tune}
+    wanted |= promising(model, args, job)
     modules = {}
-    for plan, given in wanted.items():
-        seconds = tune if plan == "tuned" else None
+    for name, asked in wanted.items():
         with contextlib.suppress(shardgraph.PlanError):  # it does not fit
-            modules[plan] = shardgraph.compile(
-                copy.deepcopy(model), given, example_inputs=args, tune=seconds, **options
+            modules[name] = shardgraph.compile(
+                copy.deepcopy(model), example_inputs=args, progress=False, **asked, **job.options
             )
     return modules
 
 
+def promising(model: nn.Module, args: tuple[Any, ...], job: Job) -> dict[str, dict[str, Any]]:
+    """The plans by hand that are possible, fit, and are not far from the best of them, by prediction."""
+    plans = by_hand(dist.get_world_size())
+    predicted = {}
+    for name, asked in plans.items():
+        with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
+            analysis = shardgraph.analyze(model, args, **asked, **job.options)
+            predicted[name] = analysis.time.total / analysis.samples
+    return {name: plans[name] for name, seconds in predicted.items() if seconds <= WITHIN * min(predicted.values())}
+
+
 def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
     """What a module runs: equal of modules that run the same."""
+    if module.plan.pipeline is not None:
+        return (str(replace(module.plan, name="", note="", considered=(), remarks=(), batch=None)),)
     return (str(module.plan.whole_mesh), str(module.forward_graph.graph), str(module.backward_graph.graph))
 
 
