@@ -20,7 +20,7 @@ from tests.standing import on_ranks
 ROUNDED = 1e-9  # of double precision
 
 
-@pytest.mark.quick("network-fsdp-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2, 3])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp", "auto"])
 @pytest.mark.parametrize("of_language", [True, False], ids=["language model", "network"])
@@ -61,7 +61,7 @@ def test_what_is_prepared_or_compiled_stays_as_it_is():
     assert on_ranks(accelerated.prepares_again) == [[True] * 5] * 2
 
 
-@pytest.mark.quick("AdamW-fsdp-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "then"), [("fsdp", "fsdp"), ("zero2", "ddp"), ("ddp", "fsdp")])
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
 def test_a_run_continues_from_its_saved_state(plan: str, then: str, optimizer: str, tmp_path: Path):

@@ -94,6 +94,7 @@ def test_a_saved_plan_compiles_again_to_the_same_text_without_solving_anything(n
     assert saved.decided and program_text(again) == first
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_and_what_is_computed_again_need_no_search_once_they_are_written(no_solver):
     model, joint = transformer()
     plan = replace(
@@ -191,6 +192,7 @@ def test_a_step_for_the_loss_alone_takes_what_applies_of_a_plan_for_all_outputs(
     assert all("these do not apply" in note for note in program.notes), program.notes
 
 
+@pytest.mark.slow
 def test_a_call_of_other_shapes_trains_as_the_unsharded_model():
     model, (args, kwargs) = make("tied-transformer", 4)
     plan = decided(model, captured(model, args, kwargs), "tp", (("tp", 2),))

@@ -168,6 +168,7 @@ def ranks() -> list[tuple[dict[str, Any], str, tuple[int, int], str, str]]:
     return launch(several, 3, timeout=100)
 
 
+@pytest.mark.slow
 def test_ranks_with_equal_values_go_on(ranks: list) -> None:
     assert [seen["equal"] for seen, *_ in ranks] == ["agreed"] * 3
 

@@ -192,6 +192,7 @@ def test_a_call_with_a_flag_is_analysed_as_without(plan, mesh, precision):
     assert flagged.peak_memory == plain.peak_memory and flagged.time == plain.time
 
 
+@pytest.mark.slow
 def test_a_cpu_that_nobody_measured_puts_plans_of_small_jobs_in_the_order_in_which_gloo_runs_them():
     times = [
         shardgraph.analyze(llama(2, hidden_size=256, intermediate_size=512), (), plan, mesh={"dp": 2},

@@ -164,6 +164,7 @@ def test_a_tensor_of_a_tuple_is_named_by_its_number():
     check(model, args)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("at", [0, "x"])
 def test_an_input_lies_as_annotated(at):
     model, args = net()
@@ -186,6 +187,7 @@ def test_the_inputs_and_outputs_of_the_model_are_those_of_the_module_without_a_n
     check(model, args)
 
 
+@pytest.mark.quick("placement4")
 @pytest.mark.parametrize(
     "placement", [shard(1, "tp"), shard(2, "tp", blocks=2), shard(0, "tp"), replicate("tp"), replicate()]
 )
@@ -267,6 +269,7 @@ def test_a_parameter_of_ddp_is_stored_in_shards_where_that_is_annotated():
     assert entries["head.weight"].placements == ("replicate",)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_annotated_models_on_real_processes_equal_the_unsharded_model():
     for worst in on_ranks(ranks.annotated_parity, 2):

@@ -76,7 +76,7 @@ def test_what_is_written_to_whole_parameters_is_kept_and_a_call_shards_them_agai
         assert max(errors) < EXACT
 
 
-@pytest.mark.quick("fsdp-*")
+@pytest.mark.quick("fsdp-clear", "fsdp-optimizer made", "fsdp-step")
 @pytest.mark.parametrize("what", ["step", "step of both", "clip", "clear", "optimizer made"])
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_what_trains_inside_of_unsharded_trains_the_shards(plan, what):
@@ -118,7 +118,7 @@ def test_a_method_may_be_registered_as_with_fsdp2():
     assert max(on_ranks(as_written.registered_as_with_fsdp2, args=("fsdp",))) < EXACT
 
 
-@pytest.mark.quick("llama-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
 @pytest.mark.parametrize("name", as_written.LANGUAGE)
 def test_models_of_transformers_generate_resize_and_save(name, plan, tmp_path):
@@ -128,7 +128,7 @@ def test_models_of_transformers_generate_resize_and_save(name, plan, tmp_path):
         assert ".safetensors" in facts["files"]
 
 
-@pytest.mark.quick("*-fsdp")
+@pytest.mark.quick("Adafactor of transformers-fsdp", "Rprop-fsdp", "fused SGD-fsdp", "its first moments-fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", as_written.OPTIMIZERS)
 def test_optimizers_with_closures_give_the_weights_of_the_unsharded_model(name, plan):
@@ -146,6 +146,7 @@ def test_a_pipeline_says_that_its_submodules_are_on_several_ranks():
         assert all("layers on several ranks" in told and "full_state_dict()" in told for told in messages)
 
 
+@pytest.mark.slow
 def test_torch_compile_leaves_a_compiled_module_as_it_is():
     assert max(on_ranks(as_written.compiled_by_torch, args=("fsdp",))) < EXACT
 

@@ -40,6 +40,7 @@ def test_computation_between_copies_to_the_host_is_compiled_too(where):
         assert facts["warnings"] == []
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_numbers_of_eager_mode():
     facts = backends.error("single", 0.5)
     assert facts["losses"] < 1e-9 and facts["weights"] < 1e-9 and facts["warnings"] == []
@@ -73,6 +74,7 @@ def test_what_inductor_raises_is_the_reason(monkeypatch):
     assert model.first.weight.grad is not None
 
 
+@pytest.mark.slow
 def test_equal_layers_are_compiled_once(monkeypatch):
     compiled = {}
     for layers in (4, 8):
@@ -109,7 +111,7 @@ def _regions(gm: fx.GraphModule) -> list[Region]:
     return [unit for unit in regions_of(gm) if not isinstance(unit, fx.Node)]
 
 
-@pytest.mark.quick("1024")
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket", [0, 1024])
 def test_deeper_models_have_no_further_regions_to_compile(bucket):
     plan = replace(preset("fsdp", {"dp": 2}), bucket=bucket)

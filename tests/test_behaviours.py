@@ -85,6 +85,7 @@ def test_a_gradient_is_the_mean_over_ranks_of_what_their_losses_reach(plan):
         assert gradients["worst"] < 1e-6
 
 
+@pytest.mark.quick("ddp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero1"])
 def test_the_first_backward_outside_no_sync_reduces_all_since_whatever_its_program(plan):
     for differences in on_ranks(ranks.accumulation, args=(plan,)):
@@ -358,6 +359,7 @@ def test_a_constant_may_send_the_next_call_another_way():
         torch.testing.assert_close(sharded(X), original(X))
 
 
+@pytest.mark.slow
 def test_attributes_that_forward_sets_are_as_the_originals_after_every_call():
     model = KeepsState()
     original, sharded = copy.deepcopy(model), compiled(model)
@@ -404,6 +406,7 @@ def test_state_with_a_default_in_the_class_is_refused_by_name(tensor):
             torch.testing.assert_close(sharded(X), original(X))
 
 
+@pytest.mark.slow
 def test_attributes_of_a_module_with_two_names_are_set_once():
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -421,6 +424,7 @@ def test_attributes_of_a_module_with_two_names_are_set_once():
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_loss_of_an_attribute_that_forward_sets_trains_as_in_the_original():
     model = KeepsState()
     original, sharded = copy.deepcopy(model), compiled(model)
@@ -433,6 +437,7 @@ def test_a_loss_of_an_attribute_that_forward_sets_trains_as_in_the_original():
     torch.testing.assert_close(model.state_dict(), original.state_dict())
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_state_from_call_to_call():
     model = KeepsState(detach=False)
     original, sharded = copy.deepcopy(model), compiled(model)
@@ -462,6 +467,7 @@ def test_a_step_with_its_loss_in_the_program_sets_attributes_too():
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.quick("ddp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_attributes_on_ranks_are_of_each_ranks_batch_and_buffers_the_mean(plan):
     for differences in on_ranks(ranks.attributes, args=(plan,)):
@@ -474,6 +480,7 @@ def test_verify_compares_attributes_that_forward_sets(plan):
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_state_that_the_next_call_takes_another_way_for_is_verified_for_one_step():
     with pytest.raises(shardgraph.ShardGraphError, match="steps=1"):
         shardgraph.verify(KeepsState(), (torch.randn(4, 4),), "fsdp", steps=2)

@@ -160,13 +160,7 @@ def same(value: Any, other: Any) -> bool:
     return all(torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b for a, b in pairs)
 
 
-@pytest.mark.quick(
-    "ep-2-mixture",
-    "zero2-2-conv-batch-norm",
-    "pp+tp-2x2-language",
-    "fsdp-2-language-offload",
-    "hsdp-2x2-language",
-)
+@pytest.mark.quick("fsdp-2-language-offload", "hsdp-2x2-language", "pp+tp-2x2-language")
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in FURTHER)], ids=str)
 def test_bound_graphs_of_every_rank_compute_what_lockstep_does(case):
     check(case.program)
@@ -209,7 +203,7 @@ def around_the_ring_backwards(monkeypatch):
     monkeypatch.setattr(bind, "_send", backwards)
 
 
-@pytest.mark.quick("send", "part")
+@pytest.mark.quick("part")
 @pytest.mark.parametrize(
     ("case", "fault"),
     [

@@ -43,6 +43,7 @@ def times(bucket: int) -> tuple[float, int]:
     return analysis.time.total, analysis.peak_memory
 
 
+@pytest.mark.slow
 def test_small_parameters_go_in_buckets():
     plan = chosen(small(), 8, NODE)
     assert plan.bucket and times(plan.bucket)[0] < times(0)[0]
@@ -95,6 +96,7 @@ def test_where_communication_slows_computation_less_is_left_to_be_hidden():
     assert sizes[0] == sizes[1] < sizes[2] <= sizes[3] <= bucket_bytes(plan, NODE)
 
 
+@pytest.mark.quick("1024-4-64-0.5")
 @pytest.mark.parametrize(("width", "layers", "rows", "overlap"), [(512, 8, 4, 1.0), (1024, 4, 64, 0.5)])
 def test_neither_half_nor_twice_the_buckets_is_faster(width, layers, rows, overlap):
     model, args = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))), (torch.zeros(rows, width),)
@@ -129,6 +131,7 @@ def test_ranks_that_divide_operators_alone_have_buckets_for_what_they_do_not_div
     assert bucket_bytes(preset("tp", {"tp": 4}), NODE) > 0
 
 
+@pytest.mark.slow
 def test_auto_chooses_them():
     analysis = shardgraph.analyze(small(), (torch.randn(4, 8),), "auto", mesh={"dp": 4}, cluster=NODE)
     assert analysis.plan.bucket

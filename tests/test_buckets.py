@@ -51,6 +51,7 @@ def issued(gm) -> Counter[str]:
     return Counter(node.target.__name__.split(".")[0] for node in ir.collectives(gm))
 
 
+@pytest.mark.quick("fsdp-forward3-backward3", "hsdp-forward4-backward4", "zero1-forward1-backward1")
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
@@ -103,6 +104,7 @@ def reductions_of_layers(model: nn.Module) -> list[tuple[Any, str]]:
     return [(node.target, REDUCES.of(node)) for node in reduced]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_summed_over_operator_axes_too_are_reduced_apart_from_the_others():
     """Those of norms, where sequences are divided. So they share both reductions, and the others their one."""
     found = reductions_of_layers(llama(2, hidden_size=256, num_key_value_heads=4, vocab_size=64))
@@ -111,6 +113,7 @@ def test_gradients_that_are_summed_over_operator_axes_too_are_reduced_apart_from
     assert [target for target, fqns in found if "layernorm" not in fqns] == [ir.REDUCE_SCATTER]
 
 
+@pytest.mark.slow
 def test_one_gradient_that_is_summed_over_more_axes_is_reduced_with_the_others_of_its_bucket():
     model = llama(1, hidden_size=256, num_key_value_heads=4, vocab_size=2**15)
     model.model.layers[0].input_layernorm = model.model.norm = nn.Identity()
@@ -162,6 +165,7 @@ class Cast(nn.Module):
         return x.double()
 
 
+@pytest.mark.quick("0-4")
 @pytest.mark.parametrize(("bucket", "issued_together"), [(0, 4), (40, 2), (1 << 20, 1)])
 def test_averages_of_running_statistics_are_merged(bucket, issued_together):
     norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4)  # each with a mean and a variance of 16 bytes
@@ -240,6 +244,7 @@ def test_stages_of_a_pipeline_reduce_their_gradients_in_buckets():
     assert report.proof.ok, report.proof
 
 
+@pytest.mark.quick("odd-mlp-fsdp")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("name", "plan"), [("odd-mlp", "fsdp"), ("tied-transformer", "zero1"), ("conv-batch-norm", "ddp")]
@@ -249,6 +254,7 @@ def test_five_steps_equal_the_unsharded_model_on_two_ranks(name, plan):
         assert worst < 1e-9
 
 
+@pytest.mark.quick("zero1")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero1"])
 def test_no_sync_and_losses_that_reach_some_parameters_reduce_as_without_buckets(plan):
@@ -270,6 +276,7 @@ def test_the_memory_of_a_step_with_buckets_is_predicted():
                 assert math.isclose(predicted, measured, rel_tol=0.01), (name, phase, predicted, measured)
 
 
+@pytest.mark.slow
 def test_buckets_are_priced_with_one_latency_each():
     seconds = {
         bucket: shardgraph.analyze(Net(24), (X,), planned("fsdp", bucket), cluster="A100").time.communication
@@ -290,7 +297,7 @@ def test_a_bucket_is_a_number_of_bytes(bucket):
         replace(preset("fsdp", {"dp": 2}), bucket=bucket)
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "zero2", "zero1", "ddp"])
 def test_sizes_of_a_program_with_buckets_are_known_as_symbols(plan):
     def analysis(rows: int, dp: int) -> shardgraph.Analysis:

@@ -111,6 +111,7 @@ def scores_at_once(program: Program, vocabulary: int = 61, width: int = 16) -> i
 # -- equal to the loss of all rows at once ---------------------------------------------------------------------
 
 
+@pytest.mark.quick("ignore_index", "sum")
 @pytest.mark.parametrize(
     "model",
     [
@@ -186,7 +187,7 @@ def test_without_gradients_the_loss_is_in_chunks_too():
 # -- under every plan ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("gpt2-fsdp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "mesh"),
     [
@@ -227,7 +228,7 @@ def test_a_sharded_head_is_gathered_once_for_all_chunks_of_a_half():
         assert sum("head.weight" in str(SUBJECT.of(node)) for node in gathers) == 1
 
 
-@pytest.mark.quick("always")
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_the_last_stage_of_a_pipeline_computes_its_loss_in_chunks(checkpoint):
     model, (args, kwargs) = make("gpt2", 8)

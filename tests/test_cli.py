@@ -553,6 +553,7 @@ def test_run_refuses_a_script_that_there_is_not() -> None:
     assert run("run", "missing.py").exit_code == 2
 
 
+@pytest.mark.quick("9--9")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_ranks_of_run_end_with_it_when_it_is_interrupted_or_killed(script: Path, number: int, code: int) -> None:
     command = [sys.executable, "-m", "shardgraph", "run", script, "--stay"]

@@ -100,7 +100,7 @@ def written(graph):
     return json.dumps(graph_data(graph.module, Writer()))
 
 
-@pytest.mark.quick("llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [gpt2, llama, bert])
 def test_a_graph_read_from_disk_is_the_captured_one_node_for_node(family, captured):
     ids = torch.zeros(2, 8, dtype=torch.long)
@@ -146,7 +146,7 @@ def records(program):
     return context, program.parameters, program.actions, program.shapes
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "zero2+tp"])
 def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
     first, second = program(plan, llama), program(plan, llama)
@@ -196,6 +196,7 @@ def test_a_foreign_call_in_a_program_on_disk_is_refused(kept):
         program("fsdp").graph("backward")
 
 
+@pytest.mark.slow
 def test_a_second_start_reads_backward_in_its_first_step(made, monkeypatch):
     ids = torch.zeros(2, 8, dtype=torch.long)
 
@@ -212,6 +213,7 @@ def test_a_second_start_reads_backward_in_its_first_step(made, monkeypatch):
     assert len(read) == 2
 
 
+@pytest.mark.slow
 def test_training_from_disk_equals(captured, made):
     def losses():
         torch.manual_seed(0)

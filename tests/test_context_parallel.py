@@ -114,7 +114,7 @@ def test_a_causal_ring_is_attention(cp):
     check(Attention(is_causal=True), (X,), cp=cp)
 
 
-@pytest.mark.quick("packed documents, for each of the batch", "padding", "queries that see nothing")
+@pytest.mark.quick("packed documents, for each of the batch")
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_ring_is_attention_under_any_mask(mask):
     check(Attention(), (X, MASKS[mask]), cp=4)
@@ -187,7 +187,7 @@ def check_model(module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor],
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("tied-transformer-cp", "llama-fsdp+cp")
+@pytest.mark.quick("tied-transformer-cp")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -227,7 +227,7 @@ def test_only_one_axis_makes_a_ring(causal):
     check(OneHead(causal), (torch.randn(4, 16, WIDTH),), "cp+tp", cp=2, tp=2)
 
 
-@pytest.mark.quick("position_ids")
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])
 def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
     module, args, kwargs = call_of("llama")

@@ -46,7 +46,7 @@ def forward_of(model, *args):
     return build_program(model, preset("single", ()), args).forward
 
 
-@pytest.mark.quick("conv-batch-norm", "llama", "mixture", "tied-transformer", "unet", "odd-mlp", "vit")
+@pytest.mark.quick("conv-batch-norm", "llama", "odd-mlp", "unet", "vit")
 @pytest.mark.parametrize("name", list(ZOO))
 def test_flops_of_a_step_equal_those_that_torch_counts(name):
     model, (args, kwargs) = make(name, 4)

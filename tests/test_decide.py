@@ -42,6 +42,7 @@ def count_traces(set_attribute=setattr) -> list[Any]:
 # -- one captured graph ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("*ddp*")
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,6 +80,7 @@ def test_an_analysis_captures_a_call_once(traced, options):
     assert len(traced) == 1
 
 
+@pytest.mark.quick("*Pipeline*")
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,6 +122,7 @@ def test_verify_takes_auto_and_says_what_it_chose_among():
     assert report.plan.world_size == 4 and report.plan.considered
 
 
+@pytest.mark.slow
 def test_verify_takes_auto_where_operators_are_divided():
     plans = shardgraph.analyze(Deep(2), X, "auto", mesh={"tp": 4}, cluster=toy_cluster()).plan
     report = shardgraph.verify(Deep(2), X, "auto", mesh={"tp": 4}, cluster=toy_cluster(), fp64=True)
@@ -231,6 +234,7 @@ def ranks() -> list[dict[str, Any]]:
     return shardgraph.launch(two_ranks, 2, timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_rank_captures_a_call_for_all(ranks, plan):
     assert sum(seen["captures"][plan] for seen in ranks) == 1

@@ -96,7 +96,7 @@ class FunctionalOfParameters(OfParameters):
 KINDS = {Penalty: (X, Y), Forces: (X,), Equation: (X,), Saliency: (X,), Functional: (X,)}
 
 
-@pytest.mark.quick("Penalty-fsdp", "Penalty-pp", "Forces-tp")
+@pytest.mark.quick("Penalty-fsdp")
 @pytest.mark.parametrize("plan", MESHES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_program_with_derivatives_in_forward_trains_as_the_original(kind, plan):
@@ -109,7 +109,7 @@ def test_a_program_with_derivatives_in_forward_trains_as_the_original(kind, plan
 STEPS = [OfParameters, FunctionalOfParameters]
 
 
-@pytest.mark.quick("OfParameters-fsdp", "FunctionalOfParameters-tp")
+@pytest.mark.quick("FunctionalOfParameters-tp")
 @pytest.mark.parametrize("plan", ["fsdp", "tp", "fsdp+tp"])
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_inside_of_forward_is_differentiated(kind, plan):

@@ -32,6 +32,7 @@ def test_parameters_on_disk_take_no_memory_and_train_the_same(tmp_path):
     assert host == pytest.approx(meter.host_peak_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 def test_optimizer_state_on_disk_takes_no_memory_and_trains_the_same(tmp_path):
     losses, meter, program = trained(Offload(parameters=True, disk=tmp_path, optimizer_state=True))
     assert losses == trained(None, fused=True)[0]
@@ -41,6 +42,7 @@ def test_optimizer_state_on_disk_takes_no_memory_and_trains_the_same(tmp_path):
     assert host == pytest.approx(meter.host_peak_bytes, rel=0.02)
 
 
+@pytest.mark.quick("Adafactor", "AdamW", "RMSprop")
 @pytest.mark.parametrize(
     "make",
     [
@@ -104,6 +106,7 @@ def test_optimizer_state_on_disk_needs_a_folder():
         Offload(parameters=True, optimizer_state=True)
 
 
+@pytest.mark.slow
 def test_the_files_of_parameters_have_no_name_and_go_with_them(tmp_path):
     free = os.statvfs(tmp_path).f_bfree
     sharded = shardgraph.compile(Wide(64), "single", offload=Offload(parameters=True, disk=tmp_path))

@@ -72,7 +72,7 @@ def test_the_counts_of_the_table_of_torchs_tests_are_those_of_its_rows() -> None
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.quick("README.md", "docs/checkpoints.md")
+@pytest.mark.quick("README.md")
 @pytest.mark.parametrize("document", ["README.md", "docs/pipeline.md", "docs/checkpoints.md", "docs/faults.md"])
 def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
@@ -84,7 +84,7 @@ def test_the_examples_of_the_documents_run_on_two_ranks(document: str, tmp_path:
     assert document != "README.md" or ran.stdout.count("loss") == 6  # whoever types it in sees that it trains
 
 
-@pytest.mark.quick("Hugging Face Accelerate", "Lightning*")  # the Trainer's has tests of its own
+@pytest.mark.quick("Lightning Fabric")
 @pytest.mark.parametrize(
     "section", ["Hugging Face Accelerate", "Hugging Face Trainer", "Lightning", "Lightning Fabric"]
 )
@@ -95,6 +95,7 @@ def test_the_examples_of_trainers_run_on_two_ranks(section: str, tmp_path: Path)
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_example_of_annotations_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "annotations.md").read_text(), re.DOTALL)
     exec(code, {})
@@ -102,6 +103,7 @@ def test_the_example_of_annotations_runs(capsys: pytest.CaptureFixture[str]) -> 
     assert "equal: plan fsdp+tp" in shown and shown.count("annotated") == 6
 
 
+@pytest.mark.slow
 def test_the_example_of_checks_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "checks.md").read_text(), re.DOTALL)
     exec(code, {})
@@ -115,6 +117,7 @@ def test_the_example_of_mixed_precision_runs(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.count("equal: plan fsdp on 2 ranks") == 2
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_command_line_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

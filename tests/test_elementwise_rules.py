@@ -73,6 +73,7 @@ class Between(nn.Module):
         return self.down(hidden).square().mean()
 
 
+@pytest.mark.quick("drawn")
 @pytest.mark.parametrize("functions", [ACTIVATIONS, JOINED, DRAWN], ids=["activations", "joined", "drawn"])
 def test_what_is_between_two_divided_layers_is_that_of_the_whole_model(functions):
     report = shardgraph.verify(Between(functions), (torch.randn(16, 256),), "tp")

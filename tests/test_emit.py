@@ -185,6 +185,7 @@ def test_torchrun_runs_it_with_the_losses_of_the_compiled_module_where_torch_alo
     assert under_torchrun(command, tmp_path) == on_ranks(compiled_losses, 2, args=(case, 5))
 
 
+@pytest.mark.slow
 def test_equal_layers_are_one_function_called_in_a_loop(tmp_path: Path) -> None:
     few, many = (_text(tmp_path / str(layers), layers=layers) for layers in (4, 12))
     assert few.count("def block_forward") == few.count("def block_backward") == 1
@@ -220,6 +221,7 @@ def test_values_have_names_of_modules_and_operations(tmp_path: Path) -> None:
     assert "primals" not in text and "getitem" not in text and "_default" not in text
 
 
+@pytest.mark.slow
 def test_the_table_of_parameters_says_how_each_is_stored(tmp_path: Path) -> None:
     text = _text(tmp_path, "fsdp+tp", mesh={"dp": 2, "tp": 2})
     assert '"qkv.weight": Layout((48, 16), split={"tp": (0, 3)})' in text.replace('f"blocks.{i}.', '"')

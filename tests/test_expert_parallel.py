@@ -74,7 +74,7 @@ def written(plan: str, mesh: dict[str, int], axis: str) -> Plan:
 # -- numerics ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("ep", "zero1+ep")
+@pytest.mark.quick("zero1+ep")
 @pytest.mark.parametrize("plan", MESHES)
 def test_training_equals_the_unsharded_model(plan):
     check(*make("mixture", 8), plan, MESHES[plan])
@@ -95,12 +95,13 @@ def of_even_length(batch: int):
     return model, ((), {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.quick("ep+tp", "ep+cp")
+@pytest.mark.quick("ep+cp")
 @pytest.mark.parametrize("plan", TOGETHER)
 def test_experts_are_divided_together_with_operators_and_sequences(plan):
     check(*of_even_length(4), plan, TOGETHER[plan])
 
 
+@pytest.mark.quick("a single one")
 @pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 2)], ids=["some experts", "a single one"])
 def test_operators_divide_what_a_rank_has_of_the_experts(ranks, dim):
     made = program(*of_even_length(2), "ep+tp", {"ep": ranks, "tp": 2})
@@ -387,6 +388,7 @@ def test_experts_that_are_picked_by_index_are_gathered_along_an_axis_of_experts_
         program(*call, "ep", {"ep": 2})
 
 
+@pytest.mark.slow
 def test_mixtral_with_the_loss_of_its_router_is_captured():
     torch.manual_seed(0)
     module, call = mixtral(4)

@@ -20,6 +20,7 @@ NAMES = [name for name, _ in wrapped.Net().named_parameters()]
 INNER = [name for name in NAMES if not name.startswith("last")]
 
 
+@pytest.mark.quick("reshard_after_forward")
 @pytest.mark.parametrize(
     "options",
     [
@@ -49,6 +50,7 @@ def test_parts_without_an_outer_one_train_like_the_model():
     assert on_ranks(wrapped.parts_without_an_outer_one_train_like_the_model) == [len(NAMES)] * 2
 
 
+@pytest.mark.quick("inner ones kept")
 @pytest.mark.parametrize(
     ("options", "inner", "again"),
     [
@@ -137,6 +139,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert on_ranks(wrapped.an_overflow_on_one_rank_skips_the_step_on_all) == [(4.0, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_checkpointed_module_keeps_the_structure_of_its_output_and_its_gradients():
     found = on_ranks(wrapped.checkpointed, args=(None,))[0]
     assert found["type"] == "Answer" and found["keys"] == ["answer", "doubled", "head"] and not found["recomputed"]
@@ -201,5 +204,6 @@ def test_the_tests_that_the_table_names_exist():
     assert named and [each for each in sorted(named) if f"def {each[1]}(" not in (folder / each[0]).read_text()] == []
 
 
+@pytest.mark.slow
 def test_recomputed_layers_and_a_mixture_of_experts_train_like_the_model():
     assert on_ranks(wrapped.mixture_trains_like_the_model) == [True, True]

@@ -53,6 +53,7 @@ def test_the_loss_is_that_of_its_definition(options):
     torch.testing.assert_close(model(ids()), expected)
 
 
+@pytest.mark.quick("mean")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_it_is_computed_in_chunks_and_trains_like_the_whole(options):
     model = Tied(**OPTIONS[options])

@@ -78,6 +78,7 @@ def test_a_gate_loads_what_fairscale_saved():
     assert torch.equal(gate.weight, weight)
 
 
+@pytest.mark.quick("fsdp-mesh1")
 @pytest.mark.parametrize(("plan", "mesh"), [("ep", {"ep": 2}), ("fsdp", {"dp": 2}), ("fsdp+ep", {"dp": 2, "ep": 2})])
 def test_experts_of_any_modules_are_divided_and_proved(plan, mesh):
     model = Block().eval()

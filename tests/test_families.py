@@ -27,7 +27,7 @@ def planned(model: nn.Module, plan: str, call: dict[str, torch.Tensor]) -> shard
     return shardgraph.analyze(model, plan=plan, example_kwargs=call, cluster="H100", mesh=PLANS[plan])
 
 
-@pytest.mark.quick("afmoe-fsdp", "yoso-fsdp")  # experts, whose kernels depend on who asks, and caches of two kinds
+@pytest.mark.quick("yoso-fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("family", families.sample())
 def test_a_family_is_captured_and_planned(family, plan):

@@ -9,7 +9,7 @@ from tests import frozen
 from tests.standing import on_ranks
 
 
-@pytest.mark.quick("by name-*")
+@pytest.mark.quick("by name-called-compiled at the first call")
 @pytest.mark.parametrize("stages", [[], ["2"]], ids=["compiled before", "compiled at the first call"])
 @pytest.mark.parametrize("step", frozen.STEPS)
 @pytest.mark.parametrize("freeze", frozen.FREEZES)

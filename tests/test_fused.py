@@ -196,7 +196,7 @@ def values_on(gpu: FakeTensorMode, half: fx.GraphModule, values: Propagation) ->
             yield node, known[node]
 
 
-@pytest.mark.quick("gpt2-tp+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "plan"), [("llama", "fsdp+tp"), ("llama", "cp"), ("gpt2", "tp+sp"), ("bert", "cp")])
 def test_a_program_made_on_a_cpu_is_valid_on_a_gpu(gpu, model, plan):
     mesh = {axis: 2 for axis in ("dp", "tp", "cp") if axis.replace("dp", "fsdp") in plan}

@@ -42,7 +42,7 @@ REFUSED: dict[str, str] = {
 """Why a model may be refused, with the message that says so."""
 
 
-@pytest.mark.quick("seed[0-4]*")
+@pytest.mark.quick("seed2-")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_model_whose_attributes_change_trains_like_the_original(seed):
     random = Random(seed)
@@ -56,7 +56,7 @@ def test_a_random_model_whose_attributes_change_trains_like_the_original(seed):
             raise
 
 
-@pytest.mark.quick("seed[0-4]*")
+@pytest.mark.quick("seed0-", "seed2-")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_model_under_a_random_plan_trains_like_the_original(seed):
     random = Random(seed)

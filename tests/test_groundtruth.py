@@ -96,7 +96,7 @@ def runs() -> dict[str, Run]:
     return {run.row["row_id"]: run for run in read(groundtruth.DATA / "training_runs.csv")[0]}
 
 
-@pytest.mark.quick("MOS-0118")
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["MOS-0118", "TT-0035", "MEG-0034", "BS-0237", "BS-0054", "FSDP-0033"])
 def test_the_graph_of_a_published_run_is_priced_about_as_it_was_measured(row: str, runs: dict[str, Run]) -> None:
     run = runs[row]
@@ -122,7 +122,7 @@ def test_a_mixture_of_experts_has_the_dimensions_of_its_configuration(runs: dict
     assert len(mixtures) > 40 and not any("tp" in each.mesh for each in mixtures)
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("float8", [False, True])
 def test_the_graph_of_a_mixture_of_experts_is_priced(float8: bool, runs: dict[str, Run]) -> None:
     shape = Shape(

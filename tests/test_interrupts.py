@@ -64,6 +64,7 @@ def test_an_import_that_does_not_end_is_interrupted_after_a_while(deferred: Path
         importlib.import_module(written(deferred, "endless_library", text))
 
 
+@pytest.mark.quick("exec*")
 @pytest.mark.parametrize("way", ["os.kill(os.getpid(), 2)", "exec('os.kill(os.getpid(), 2)')"])
 def test_the_status_is_that_of_an_interrupt_wherever_it_came(way: str, tmp_path: Path):
     written(tmp_path, "jobs", f"import os\ndef model():\n    {way}\n    raise AssertionError\n")

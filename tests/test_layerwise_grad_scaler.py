@@ -15,7 +15,7 @@ from tests import layer_scales
 from tests.standing import on_ranks
 
 
-@pytest.mark.quick("fsdp", "pp")
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "fsdp", "tp", "pp"])
 def test_training_is_that_without_factors_and_they_grow(plan):
     for worst, factors, scale in on_ranks(layer_scales.training, 2, args=(plan,)):

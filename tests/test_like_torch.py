@@ -83,6 +83,7 @@ def test_a_model_is_compiled_once(plan, of):
 # -- states ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("ddp")
 @pytest.mark.parametrize("plan", PLANS)
 def test_training_goes_on_from_a_checkpoint_as_without(plan, tmp_path):
     for error, beside in on_ranks(like_torch.through_a_checkpoint, 2, args=(str(tmp_path), plan)):

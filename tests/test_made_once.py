@@ -12,7 +12,7 @@ def together(made):
     return {name: sum(counts[name] for counts, _ in made) for name in ("capture", "lower", "prove")}
 
 
-@pytest.mark.quick("fsdp-*-False-*", "pp*")
+@pytest.mark.quick("fsdp-mesh0-False-2")
 @pytest.mark.parametrize(
     ("plan", "mesh", "later", "programs"),
     [

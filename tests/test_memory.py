@@ -9,6 +9,7 @@ from tests.standing import on_ranks
 from tests.zoo import ZOO
 
 
+@pytest.mark.slow
 def test_a_group_of_one_rank_takes_what_its_updates_copy():
     (found,) = on_ranks(ranks.peak_memory, 1, args=(["gpt2", "vit"], ["ddp"], 1), timeout=280)
     for case, figures in found.items():
@@ -16,7 +17,7 @@ def test_a_group_of_one_rank_takes_what_its_updates_copy():
         assert predicted == pytest.approx(measured, rel=0.01), case
 
 
-@pytest.mark.quick("every plan of data", "gradients copied*")
+@pytest.mark.quick("every plan of data")
 @pytest.mark.parametrize(
     ("kinds", "plans"),
     [

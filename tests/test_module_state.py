@@ -50,7 +50,7 @@ def test_nor_are_its_parts_and_copies_that_share_its_programs_are_refused():
 # -- averages ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("exponential-fsdp", "equal, of buffers too-fsdp", "exponential-tp")
+@pytest.mark.quick("equal, of buffers too-fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
 @pytest.mark.parametrize("how", module_state.AVERAGES)
 def test_averages_of_torch_are_those_of_the_unsharded_model(how, plan):

@@ -260,6 +260,7 @@ class Block(nn.Module):
         return {"out": out, "loss": out.square().mean() + 0.01 * aux_loss}
 
 
+@pytest.mark.quick("options2")
 @pytest.mark.parametrize("options", [{"activation": "swiglu", "bias": True, "k": 3}, {"sampled": True}, {"k": 1}])
 def test_a_block_with_experts_is_sharded_and_equal(options):
     torch.manual_seed(0)

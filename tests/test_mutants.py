@@ -49,7 +49,7 @@ def cases(*per_pass: int) -> list[Any]:
     ]
 
 
-@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2")
+@pytest.mark.quick("ddp-2-logits-2")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "_"), cases(QUICK))
 def test_a_program_without_a_fault_is_equal_for_verify_and_for_the_judge(case, _):
@@ -58,7 +58,7 @@ def test_a_program_without_a_fault_is_equal_for_verify_and_for_the_judge(case, _
     assert not made.differs(made.program)
 
 
-@pytest.mark.quick("ddp-2-logits-2", "hsdp-2x2-2", "tp+sp-2-2")
+@pytest.mark.quick("ddp-2-logits-2")
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("case", "per_pass"), cases(QUICK, PER_PASS))
 def test_every_fault_that_makes_a_difference_is_found_and_blamed_on_its_pass(case, per_pass):
@@ -95,6 +95,7 @@ def _kinds(kind: type) -> set[Any]:
     return {each for each in found if hasattr(each, "name")}
 
 
+@pytest.mark.quick("fsdp-2-constrained", "fsdp-2-loss-chunk", "hsdp-2x2", "hsdp-2x2-buckets")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case",

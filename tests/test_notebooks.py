@@ -35,6 +35,7 @@ def run(source: str, space: dict[str, Any]) -> object:
     return eval(compile(ast.Expression(ends[0].value), "cell", "eval"), space) if ends else None
 
 
+@pytest.mark.quick("own_pass", "quickstart")
 @pytest.mark.parametrize(
     "path",
     # Searches for thousands of devices and for what fits take minutes.

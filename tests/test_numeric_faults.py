@@ -28,7 +28,7 @@ def found(*args: Any) -> Any:
     return first
 
 
-@pytest.mark.quick("logarithm-*", "overflow-*-fsdp", "masked away-*-fsdp")
+@pytest.mark.quick("logarithm-*-ddp", "masked away-*-fsdp")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("kind", "value", "operation", "text", "graph"),
@@ -62,7 +62,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.quick("*-1f1b", "masked*-two-stages-each")
+@pytest.mark.quick("*-two-stages-each")
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize(
     ("kind", "value", "operation", "text", "graph"),
@@ -110,6 +110,7 @@ def test_one_bit_that_differs_names_the_tensor_and_the_rank(where, named):
         assert f"{named}" in told and "rank 2 differs from rank 0, 1, 3" in told
 
 
+@pytest.mark.quick("ddp-*", "pp+ddp-*")
 @pytest.mark.parametrize(
     ("plan", "mesh", "told"),
     [

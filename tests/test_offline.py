@@ -56,6 +56,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder
 
 
+@pytest.mark.quick("hsdp")
 def test_files_of_ranks_become_the_file_that_they_would_write(saved: tuple[str, Path]) -> None:
     _, folder = saved
     shardgraph.consolidate(folder / "shards", folder / "model.safetensors")

@@ -67,7 +67,7 @@ def copies(gm: fx.GraphModule, target=TO_DEVICE) -> list[fx.Node]:
 # -- the same training -----------------------------------------------------------------------------
 
 
-@pytest.mark.quick("odd-mlp-single-*", "odd-mlp-zero2-*", "tied-transformer-fsdp-*")
+@pytest.mark.quick("odd-mlp-single-mesh0", "odd-mlp-zero2-mesh3")
 @pytest.mark.parametrize(
     ("kind", "plan", "mesh"),
     [
@@ -101,6 +101,7 @@ def test_three_steps_with_offloaded_parameters_equal_the_unsharded_model(kind, p
     assert report.ok, report
 
 
+@pytest.mark.quick("*single*")
 @pytest.mark.parametrize(
     "options",
     [
@@ -128,6 +129,7 @@ def test_what_is_annotated_is_offloaded_and_the_rest_is_not():
     assert on == {name for name, _ in model.named_parameters() if name.startswith("layers.1.")}
 
 
+@pytest.mark.slow
 def test_two_ranks_train_with_offloaded_parameters_as_the_unsharded_model():
     for found in on_ranks(ranks.offloaded, 2, timeout=250):
         assert found["parity"] < 1e-9
@@ -275,6 +277,7 @@ def test_training_state_of_four_times_the_memory_of_the_device_trains_within_it(
     assert host == pytest.approx(meter.host_peak_bytes, rel=0.02) and host >= state
 
 
+@pytest.mark.slow
 def test_layers_are_on_the_device_one_after_the_other():
     def peak(layers: int) -> int:
         return program_memory(build_program(Wide(layers), planned(), (torch.zeros(1, 128),)), "adamw").peak_bytes
@@ -307,7 +310,7 @@ def test_the_analysis_says_what_is_where_and_what_copies_take():
     assert less.time.optimizer > whole.time.optimizer
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["single", "fsdp"])
 def test_layers_that_are_folded_are_analysed_as_all_of_them_are(plan):
     mesh = {"dp": 1} if plan == "single" else DP

@@ -66,7 +66,7 @@ def copied(program: Program) -> list[str]:
 # -- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("tied-*", "odd-*", "unet-*", "conv-*")
+@pytest.mark.quick("odd-mlp-ddp-mesh4-more4")
 @pytest.mark.parametrize(
     ("name", "plan", "mesh", "more"),
     [
@@ -93,6 +93,7 @@ def test_a_model_trains_like_the_unsharded_one(name, plan, mesh, more):
     assert report.ok and report.plan.offload.activations, str(report)
 
 
+@pytest.mark.quick("pipeline1")
 @pytest.mark.parametrize(
     "pipeline", [Pipeline(4, "gpipe"), Pipeline(4, "zbv"), Pipeline(4, "1f1b", checkpoint="always")]
 )
@@ -103,18 +104,21 @@ def test_a_pipeline_trains_like_the_unsharded_model(pipeline):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
 def test_the_ranks_of_a_pipeline_train_like_the_unsharded_model(schedule):
     assert max(on_ranks(pipelines.offloaded_error, 2, args=(schedule,), timeout=100)) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ranks_train_like_the_unsharded_model_also_with_gradients_that_are_added_up():
     for worst, accumulated in on_ranks(ranks.offloaded_activations, 2, timeout=100):
         assert worst < 1e-9 and accumulated < 1e-9
 
 
+@pytest.mark.slow
 def test_a_wrong_copy_is_found_and_the_pass_named(monkeypatch):
     def swaps(gm, *rest):
         rewrite(gm, *rest)
@@ -251,6 +255,7 @@ def test_copies_are_hidden_behind_computation_where_the_link_is_fast_enough():
 # -- memory ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("deep")
 @pytest.mark.parametrize(
     "name",
     ["deep", "tied-transformer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "gpt2", "odd-mlp"))],
@@ -302,6 +307,7 @@ def test_the_bytes_of_each_half_are_those_of_the_prediction():
     assert backward.peak_bytes == profile_memory(program.backward).peak_bytes
 
 
+@pytest.mark.slow
 def test_memory_no_longer_grows_with_the_layers_activations():
     def peak(layers: int, **given) -> int:
         model = Deep(layers)

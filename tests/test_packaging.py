@@ -91,6 +91,7 @@ def test_the_wheel_of_the_source_distribution_has_every_module_and_what_pages_ar
     assert not any(name.startswith(("tests/", "benchmarks/", "docs/")) for name in names)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_verifies_a_plan_and_has_its_command(distributions, tmp_path):
     (wheel,) = distributions.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)

@@ -59,11 +59,13 @@ def test_a_run_goes_on_with_what_has_not_passed(run: Run, tmp_path: Path) -> Non
     assert run("--resume", "passed") == (0, [])
 
 
+@pytest.mark.slow
 def test_a_run_by_several_workers_goes_on_too(run: Run) -> None:
     assert run("--resume", "passed", "-n", "2") == (1, [0, 1, 2, 3, 4, 5, 6])
     assert run("--resume", "passed", "-n", "2") == (1, [5])
 
 
+@pytest.mark.slow
 def test_the_command_of_make_test_all_runs_a_part_and_goes_on(run: Run, tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
     command = ["make", "-n", "--no-print-directory", "test-all", "PART=1/2", "VENV=venv"]

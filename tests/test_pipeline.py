@@ -37,6 +37,7 @@ def errors(
 # -- equal to the unsharded model ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_schedule_trains_a_transformer_like_the_unsharded_model():
     found = errors("tied-transformer", "pp", {"pp": 2}, [Pipeline(4, each) for each in ONE_STAGE + MORE_STAGES])
     assert max(found) < 1e-6, found
@@ -57,7 +58,7 @@ def test_every_schedule_trains_every_model_like_the_unsharded_model(name, ranks)
     assert max(errors(name, "pp", {"pp": ranks}, schedules, steps=5)) < 1e-6
 
 
-@pytest.mark.quick("pp+fsdp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied-transformer", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("plan", "mesh", "schedule"),
@@ -94,6 +95,7 @@ def test_running_statistics_are_those_of_the_whole_batch():
 # -- forward alone ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_outputs_in_eval_mode_are_on_every_rank(schedule):
     assert max(on_ranks(pipelines.outputs_in_eval, 2, args=("tied-transformer", Pipeline(4, schedule)))) < 1e-12
@@ -102,6 +104,7 @@ def test_outputs_in_eval_mode_are_on_every_rank(schedule):
 # -- called like the model, by loss.backward() -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_outputs_trains_like_the_unsharded_model():
     several = [
         Pipeline(4, "gpipe", checkpoint="except_last"),
@@ -147,6 +150,7 @@ def test_a_batch_whose_rows_are_combined_goes_through_as_one_microbatch_and_says
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_pipeline_loads_into_any_other_plan(tmp_path):
     name, mesh = "tied-transformer", {"pp": 2, "dp": 2}
     saved = on_ranks(
@@ -180,6 +184,7 @@ def test_a_step_may_have_other_shapes_if_it_has_them_on_all_ranks():
         shardgraph.launch(pipelines.other_shapes, 2, args=(True,), timeout=120)
 
 
+@pytest.mark.slow
 def test_train_step_works_for_plans_without_a_pipeline_with_the_model_s_own_loss():
     for mine, theirs in on_ranks(pipelines.own_losses, 2, args=("llama", "fsdp")):
         assert mine == pytest.approx(theirs, rel=1e-6)

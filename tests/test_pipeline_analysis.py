@@ -101,7 +101,7 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     assert "gradients of weights" in drawn
 
 
-@pytest.mark.quick("zbv-5000")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("schedule", "vocabulary"),
@@ -147,6 +147,7 @@ def test_a_pipeline_of_equal_layers_is_analysed_from_two_short_ones_with_the_sam
     assert folded.plan.pipeline == whole.plan.pipeline
 
 
+@pytest.mark.slow
 def test_stages_that_begin_inside_of_a_layer_are_analysed_whole():
     inside = ("model.layers.3.mlp", "model.layers.7", "model.layers.10")
     plan = preset("pp", {"pp": 4}, Pipeline(8, stages=inside))

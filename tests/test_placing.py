@@ -51,7 +51,7 @@ def test_a_decided_plan_is_lowered_with_what_was_placed_for_the_decision(placed)
     assert placed == [2]
 
 
-@pytest.mark.quick("fsdp+tp")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp+tp", "zero2+tp"])
 def test_plans_that_store_parameters_otherwise_share_placements_and_lower_as_by_themselves(name, placed):
     joint = fresh()

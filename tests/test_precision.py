@@ -237,6 +237,7 @@ def test_hybrid_sharding_trains_as_the_original():
     assert verified(Net(), "hsdp", world_size=4).ok
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_train_as_the_original():
     model = nn.Sequential(*(Net() for _ in range(4)))
     batch, mesh = (torch.randn(8, 8),), {"pp": 2, "dp": 2}
@@ -261,7 +262,7 @@ def descent(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
 TWICE = Precision("float32", reduce="float64")
 
 
-@pytest.mark.quick("fsdp+ep-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "mesh", "name"),
     [

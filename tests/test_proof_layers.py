@@ -96,7 +96,7 @@ FAULTS: list[Callable[[Program, int], None]] = [
 ]
 
 
-@pytest.mark.quick("*-10")
+@pytest.mark.quick("fsdp-mesh0-gradient_of_another_layer-10")
 @pytest.mark.parametrize("number", [2, LAYERS - 2])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("plan", "mesh"), PLANS)
@@ -107,6 +107,7 @@ def test_a_fault_in_one_layer_of_many_is_found(plan, mesh, fault, number):
     assert not prove(made).ok
 
 
+@pytest.mark.quick("fsdp+tp-mesh1")
 @pytest.mark.parametrize(("plan", "mesh"), PLANS)
 def test_more_equal_layers_need_no_more_derivations(monkeypatch, plan, mesh):
     derived: list[fx.Node] = []

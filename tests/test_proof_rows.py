@@ -161,6 +161,7 @@ def test_an_operation_of_which_it_is_not_known_is_named_with_its_line():
     assert "aten._cdist_forward.default at" in line and "test_proof_rows.py:" in line
 
 
+@pytest.mark.quick("llama", "unet")
 @pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer", "unet", "llama", "mixtral", "t5"])
 def test_models_are_known_to_compute_rows_apart(name):
     joint, _ = captured(name)

@@ -90,7 +90,7 @@ def computed_again(program: Program) -> set[str]:
 # -- by name -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("full-fsdp+tp+sp-*", "selective-fsdp-*")
+@pytest.mark.quick("full-fsdp+tp+sp-mesh2")
 @pytest.mark.parametrize(
     ("mode", "plan", "mesh"),
     [("full", "ddp", DP), ("selective", "fsdp", DP), ("full", "fsdp+tp+sp", BOTH), ("selective", "tp", TP)],
@@ -266,6 +266,7 @@ def test_verify_finds_the_recomputation_for_the_memory():
     assert report.ok and not isinstance(report.plan.recompute, str), str(report)
 
 
+@pytest.mark.slow
 def test_annotated_modules_are_left_to_their_annotations():
     model = Deep(4)
     annotate(model, {"layers.0": recompute(), "layers.1.2": save()})
@@ -370,6 +371,7 @@ def test_layers_that_rules_tell_apart_are_analysed_one_by_one():
     assert folded.peak_memory == whole.peak_memory and folded.time == whole.time
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ranks_compile_the_recomputation_that_the_first_finds():
     found = on_ranks(ranks.within_memory, 2, args=(ROWS,), timeout=100)

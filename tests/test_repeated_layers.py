@@ -231,9 +231,7 @@ def written(gm: fx.GraphModule) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.quick(
-    "blocks", "alternating", "one layer's*", "sequential", "root", "first layers frozen", "gradient of the input"
-)
+@pytest.mark.quick("root")
 @pytest.mark.parametrize("name", REPEATED)
 def test_the_graph_is_the_one_of_the_whole_model(name):
     case = REPEATED[name]()
@@ -337,7 +335,7 @@ def test_the_program_trains_like_the_original(plan):
     assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
 
 
-@pytest.mark.quick("pp-zbv")
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "schedule"), [("pp", "zbv"), ("pp+fsdp", "1f1b"), ("pp+zero2", "zbv")])
 def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(plan, schedule, monkeypatch):
     mesh = {"pp": 2} if plan == "pp" else {"pp": 2, "dp": 2}
@@ -464,6 +462,7 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_an_analysis_does_not_take_layers_with_other_attributes_for_equal():
     model, call = _widened(14, 19)
     found = [shardgraph.analyze(model, call, "single", cluster=toy_cluster(), fold=fold) for fold in (True, False)]
@@ -480,6 +479,7 @@ def test_attributes_that_count_layers_or_are_rates_are_alike_and_others_are_told
     assert unlike(model, stack) == ""
 
 
+@pytest.mark.slow
 def test_a_search_says_which_layers_it_prices_as_others():
     model, call = _widened(14, 19)
     plan = shardgraph.plan(model, call, cluster=toy_cluster(), devices=2, global_batch=32)

@@ -67,7 +67,7 @@ def translated():
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.quick("jetmoe")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [longcat, jetmoe, dbrx, switch, nllb])
 def test_experts_in_a_loop_are_captured_as_grouped_products_with_equal_gradients(make):
     model, call = make()
@@ -83,7 +83,7 @@ def xmod(ln_before_adapter):
     return model, call | {"lang_ids": torch.tensor([0, 2, 0, 0])}
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("ln_before_adapter", [True, False])
 def test_adapters_of_the_languages_of_a_batch_are_captured_with_equal_gradients(ln_before_adapter):
     model, call = xmod(ln_before_adapter)

@@ -53,6 +53,7 @@ def test_a_job_that_goes_on_has_the_losses_of_one_that_never_stopped_to_all_digi
     assert on_ranks(saves.continued, 2, args=(path, *FSDP2)) == [losses, losses]
 
 
+@pytest.mark.quick("replicas", "the plan of one rank")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_goes_on_under_another_plan(of_two_ranks, kind):
     path, losses = of_two_ranks
@@ -67,6 +68,7 @@ def test_random_numbers_go_on_too(tmp_path):
     assert on_ranks(saves.continued, 2, args=(str(tmp_path), *FSDP2, options)) == [losses, losses]
 
 
+@pytest.mark.quick("replicas")
 @pytest.mark.parametrize("saver", ["pipeline", "tensor parallel", "replicas", "the plan of one rank"])
 def test_a_job_under_any_plan_goes_on_on_one_rank(saver, tmp_path):
     plan, mesh, count = KINDS[saver]
@@ -179,6 +181,7 @@ def test_a_save_that_is_under_way_when_a_job_returns_is_finished(tmp_path):
 # -- optimizers and other objects ----------------------------------------------------------------------
 
 
+@pytest.mark.quick("momentum")
 @pytest.mark.parametrize("name", saves.OPTIMIZERS)
 def test_the_state_of_any_optimizer_goes_on(name, tmp_path):
     options = {"optimizer": saves.OPTIMIZERS[name]}
@@ -359,7 +362,7 @@ def test_an_error_of_the_background_is_raised_at_the_next_call_once(tmp_path, mo
     assert [step for step, _ in shardgraph.checkpoints(tmp_path)] == [1, 3]
 
 
-@pytest.mark.quick("nobody waits-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"),
     [("nobody waits", 120), ("a process of multiprocessing", 1), ("an error of its own", 1), ("heard", 0)],

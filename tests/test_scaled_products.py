@@ -41,6 +41,7 @@ def scaled(program: Program) -> list[torch.fx.Node]:
 # -- that it trains as the same in plain torch does -------------------------------------------------
 
 
+@pytest.mark.quick("ddp-mesh0", "zero2-mesh2")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("plan", "mesh"),
@@ -52,6 +53,7 @@ def test_training_equals_the_same_products_in_plain_torch(plan, mesh):
         assert worst["loss"] < 1e-5 and worst["gradients"] < 1e-4 and worst["weights"] < 1e-5, worst
 
 
+@pytest.mark.quick("hsdp-None")
 @pytest.mark.parametrize(
     ("plan", "mesh"), [("fsdp", {"dp": 3}), ("hsdp", None), ("fsdp+tp+sp", {"dp": 2, "tp": 2}), ("cp", {"cp": 2})]
 )

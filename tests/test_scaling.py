@@ -48,6 +48,7 @@ def test_a_step_of_fsdp_hardly_grows_from_128_to_2048_ranks() -> None:
     assert few < many < 1.05 * few
 
 
+@pytest.mark.slow
 def test_a_step_of_fsdp_grows_with_the_logarithm_of_the_nodes_beyond() -> None:
     times = [seconds(mesh={"dp": ranks}) for ranks in (1024, 2048, 4096)]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.25, abs=1e-3)
@@ -61,6 +62,7 @@ def test_recomputation_never_raises_mfu_nor_lowers_hfu_below_it() -> None:
     assert found["full"].mfu < found["full"].hfu
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_computes_its_stages_again_has_no_larger_mfu() -> None:
     never, always = (
         analysis("pp", mesh={"pp": 2}, pipeline=Pipeline(2, stages=("model.layers.1",), checkpoint=each))
@@ -84,6 +86,7 @@ def test_a_slower_network_makes_no_step_faster_and_slows_the_one_that_gathers_mo
     assert times["fsdp"][0] > times["ddp"][0]
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_is_slower_across_nodes_than_inside_one() -> None:
     inside, across = (
         seconds("fsdp+tp", mesh={"dp": 2, "tp": 8}, cluster=Cluster.of("H100", 16 // each, each)) for each in (8, 4)
@@ -96,6 +99,7 @@ def test_more_devices_for_the_same_tokens_of_each_make_more_tokens_per_second() 
     assert rates == sorted(rates)
 
 
+@pytest.mark.slow
 def test_a_larger_batch_has_no_smaller_mfu() -> None:
     found = [analysis(mesh={"dp": 64}, rows=rows).mfu for rows in (1, 2, 4)]
     assert found == sorted(found)

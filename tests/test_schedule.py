@@ -87,6 +87,7 @@ def test_what_collectives_of_operators_expose_is_near_the_least_of_any_order(pla
     assert analyze_program(program, H100).time.exposed < 1.3 * least_exposed(program, H100)
 
 
+@pytest.mark.quick("tp-")
 @pytest.mark.parametrize("precision", ["", "bf16"])
 @pytest.mark.parametrize("plan", ["tp", "tp+sp"])
 def test_what_is_computed_behind_collectives_takes_no_more_memory(monkeypatch, plan, precision) -> None:

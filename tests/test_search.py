@@ -102,6 +102,7 @@ def test_what_fits_is_not_priced_again_in_more_calls(monkeypatch):
     assert "or have more calls in a step than they need" in found.explain()
 
 
+@pytest.mark.slow
 def test_small_layers_that_are_updated_together_are_all_looked_at():
     """Up to a limit, which a few layers do not reach and all of them do."""
     call = {"model": Deep(36).to("meta"), "example_inputs": (torch.zeros(2, 32, device="meta"),)}
@@ -157,7 +158,7 @@ class Layered(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.quick("case0")
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100), ids="case{}".format)
 def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
@@ -199,6 +200,7 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
         assert found.per_sample == pytest.approx(every.ranked()[0].per_sample, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_else_is_kept_in_host_memory():
     """Where no layout fits without it, layouts with it are compared too, and the fastest of them is the answer."""
     model, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)), torch.randn(8, 64)
@@ -241,7 +243,7 @@ EMITTED = {
 """Models, and layouts of them that a search may find best."""
 
 
-@pytest.mark.quick("zbv", "ep")
+@pytest.mark.quick("ep")
 @pytest.mark.parametrize("name", EMITTED)
 def test_plans_of_every_kind_of_layout_verify(name):
     """A plan is what the search would return if this layout were the best."""

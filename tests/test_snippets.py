@@ -99,6 +99,7 @@ def code_of(page: str) -> str:
     return code
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_short_snippets_of_the_readme_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -117,6 +118,7 @@ def test_the_short_snippets_of_the_readme_run_one_after_the_other(
     assert len(pieces) == 5 and (tmp_path / "plan.svg").exists()
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_on_emitting_trains_by_its_command_where_torch_alone_is(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(code_of("emit.md"))
     subprocess.run([sys.executable, "model.py"], cwd=tmp_path, check=True, capture_output=True, timeout=240)

@@ -60,12 +60,13 @@ def test_stages_compute_what_the_model_does(name):
     verified(name, "pp", {"pp": 3}, Pipeline(4)).raise_if_failed()
 
 
+@pytest.mark.quick("conv-batch-norm")
 @pytest.mark.parametrize("name", ["conv-batch-norm", "tied-transformer"])
 def test_stages_that_are_computed_again_do_too(name):
     verified(name, "pp", {"pp": 2}, Pipeline(4, checkpoint="except_last")).raise_if_failed()
 
 
-@pytest.mark.quick("pp+zero1-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "mesh"),
     [
@@ -99,6 +100,7 @@ def test_frozen_layers_get_no_backward():
 # -- where it is cut -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cut_between_layers_sends_hidden_states_and_nothing_else():
     model = llama(4)
     program = cut(model, text(2), "pp", {"pp": 2}, Pipeline(2, stages=("model.layers.2",)))
@@ -172,6 +174,7 @@ def test_annotations_name_the_stages():
     assert report.plan.pipeline.stages == ("transformer.h.1", "transformer.h.3")
 
 
+@pytest.mark.slow
 def test_balance_counts_layers_of_the_longest_stack():
     joint = capture(gpt2(6), (), text(2), device=torch.device("cpu"))
     plan = preset("pp", {"pp": 3}, Pipeline(3, balance=[1, 3, 2]))
@@ -217,6 +220,7 @@ def products(gm: fx.GraphModule) -> int:
     return sum(node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) for node in gm.graph.nodes)
 
 
+@pytest.mark.slow
 def test_the_first_half_of_backward_leaves_the_products_of_weight_gradients_to_the_second():
     program = cut(gpt2(4), text(2), "pp", {"pp": 2}, Pipeline(2, stages=("transformer.h.2",)))
     inputs, weights = program.stages[1].kept.parts
@@ -264,6 +268,7 @@ def test_stages_out_of_order_are_refused():
         cut(gpt2(2), text(2), "pp", {"pp": 3}, Pipeline(3, stages=("transformer.h.1", "transformer.h.0")))
 
 
+@pytest.mark.slow
 def test_annotations_that_contradict_each_other_are_named():
     model = gpt2(4)
     shardgraph.annotate(model, {"transformer.h.1": stage(2), "transformer.h.2": stage(1)})
@@ -292,6 +297,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
         lower(joint, plan, named_shapes(Counter()))
 
 
+@pytest.mark.slow
 def test_a_balance_that_does_not_add_up_is_refused():
     joint = capture(gpt2(3), (), text(2), device=torch.device("cpu"))
     with pytest.raises(PlanError, match=r"balance \[1, 1\] gives 2 layers to 2 stages, and the model has 3"):

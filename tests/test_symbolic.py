@@ -105,6 +105,7 @@ def test_the_largest_batch_needs_no_expression_in_the_sequence():
     assert analyzed(largest).peak_memory <= 2**20 < analyzed(largest + 1).peak_memory
 
 
+@pytest.mark.slow
 def test_the_step_takes_between_the_fastest_and_the_slowest(llama_costs):
     seconds = of_llama().time.total
     assert llama_costs.at()["fastest"] <= seconds <= llama_costs.at()["slowest"]
@@ -152,6 +153,7 @@ class Positions(nn.Module):
         return (self.words(ids) + self.positions(torch.arange(ids.shape[1]))).sum()
 
 
+@pytest.mark.quick("model1-13")
 @pytest.mark.parametrize("model, limit", [(Positions(), 20), (Positions(most=13), 13)])
 def test_the_longest_sequence_is_at_most_what_the_model_itself_takes(model, limit):
     ids = torch.zeros(2, 8, dtype=torch.long)

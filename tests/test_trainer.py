@@ -18,7 +18,7 @@ from tests.standing import on_ranks
 ROUNDED = 1e-9  # of double precision
 
 
-@pytest.mark.quick("fsdp-accumulated and evaluated")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -41,7 +41,7 @@ def test_it_trains_like_the_trainer(plan: str, arguments: dict[str, Any], tmp_pa
         torch.testing.assert_close(weights, their_weights, rtol=0, atol=ROUNDED)
 
 
-@pytest.mark.quick("fsdp-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "then"), [("fsdp", "fsdp"), ("fsdp", "ddp"), ("theirs", "fsdp"), ("zero2", "theirs")])
 def test_it_resumes_from_a_checkpoint_again_and_under_other_plans(plan: str, then: str, tmp_path: Path):
     for unbroken, resumed, again, same in on_ranks(trained.resumes, args=(plan, then, str(tmp_path))):

@@ -17,7 +17,7 @@ EXACT = 1e-9  # double precision
 AT_ONCE = 20.0  # seconds, on a busy machine: what is not at once takes 300
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ranks_with_unlike_batches_train_as_the_unsharded_model_and_as_ddp_and_fsdp2(plan):
     for errors in on_ranks(uneven.unlike_batches, 2, args=(plan,)):
@@ -42,6 +42,7 @@ def test_collectives_of_a_long_batch_start_in_the_order_of_a_short_one_on_anothe
         assert error < EXACT and ordered
 
 
+@pytest.mark.slow
 def test_a_program_takes_the_order_of_collectives_of_another_batch():
     batches = (torch.zeros(shape, dtype=torch.long) for shape in (uneven.SHORT, uneven.LONG))
     short, long = (build_program(uneven.Words(), uneven.ONE_BY_ONE, (ids,)) for ids in batches)
@@ -99,7 +100,7 @@ def test_a_rank_that_evaluates_while_others_train_is_told_at_once():
 # -- ranks with unequally many batches -------------------------------------------------------------------------
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ranks_with_unequally_many_batches_train_inside_of_join_as_ddp_does(plan):
     for errors in on_ranks(uneven.unequally_many, 2, args=(plan,)):

@@ -10,7 +10,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
-@pytest.mark.quick("ddp-full-0", "zero2-full-256", "fsdp-none-256", "fsdp-full-1048576")
+@pytest.mark.quick("fsdp-full-1048576")
 @pytest.mark.parametrize(
     ("plan", "recompute", "bucket"),
     [
@@ -35,7 +35,7 @@ def test_kernels_that_inductor_compiles_read_parameters_before_they_change():
         assert {name: error for name, error in errors.items() if not error < 1e-9} == {}
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])  # under zero2 the peak is before backward, of all parameters
 def test_gradients_are_freed_in_backward_as_predicted(plan):
     for found in on_ranks(early_updates.peaks, 2, args=(plan,)):

@@ -145,6 +145,7 @@ def test_the_front_is_what_no_other_plan_beats():
     )
 
 
+@pytest.mark.slow
 def test_the_front_of_a_job_has_plans_that_run_on_each_number_of_devices():
     assert {each.devices for each in front().points} == {1, 2}
     for each in front().points:

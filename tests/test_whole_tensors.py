@@ -38,6 +38,7 @@ def test_state_is_that_of_the_unsharded_optimizer_in_shards_and_goes_on_from_wha
         assert facts["difference"] < 1e-12 and facts["after loading"] < 1e-12
 
 
+@pytest.mark.slow
 def test_no_more_is_gathered_at_a_time_than_the_largest_parameter():
     for gathered, largest in on_ranks(whole_tensors.largest_gathered, 2):
         assert gathered == largest
