@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardgraph
 from benchmarks.ratios import ratio
 from shardgraph.api.tune import measured_step
+from shardgraph.calibration import this_machine
 
 SECONDS = 1.0  # of steps, in a round of a plan
 
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), help="names of jobs (default: all)")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     options = parser.parse_args()
+    this_machine()  # measured once here, if it never was, and not by every rank at the same time
     print(f"{options.ranks} gloo ranks of one thread; milliseconds per sample")
     for job in options.jobs:
         given = (job, options.rounds, options.finals, options.tune)
