@@ -22,6 +22,10 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
+@pytest.mark.quick(
+    *("fsdp-[!l]*", "fsdp-losses_in_methods"),  # the language model's is of the slow ones
+    *("pp-hooked_gradients", "pp-batches_of_a_class", "pp-*_all_ranks", "pp-gradient_*"),
+)
 @pytest.mark.parametrize("program", whole_programs.PROGRAMS)
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp", "pp"])
 def test_a_program_gives_the_numbers_of_the_plain_one(plan, program):
