@@ -4,12 +4,12 @@
 
 Each job is a model with a batch; its plans are compiled on the same ranks of one thread each, and run in turns, round
 after round, so that what else the machine does falls on all alike. A round of a plan is the median of some steps of the
-slowest rank, per sample. The plans by name are presets, each with every way to recompute, and pipelines, each with
-several numbers of microbatches; of them, those run that fit a job's limit of memory and are within 1.5 times of the
-best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch. With ``--tune``
-there is also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds, for which it
-corrects what is known of this machine; there each rank has its own batch, so it is compared with plans along data axes
-alone.
+slowest rank, per sample. The plans by name are presets, with every way to recompute where they do not fit a job's limit
+of memory without, and pipelines, each with several numbers of microbatches; of them, those run that fit and are within
+1.5 times of the best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch.
+With ``--tune`` there is also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds,
+for which it corrects what is known of this machine; there each rank has its own batch, so it is compared with plans
+along data axes alone.
 
 Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
@@ -77,7 +77,16 @@ def _llama(layers: int, width: int, vocabulary: int = 512) -> Callable[[], nn.Mo
 
 
 def _gpt2(layers: int, width: int) -> Callable[[], nn.Module]:
-    config = GPT2Config(n_embd=width, n_layer=layers, n_head=8, vocab_size=512, n_positions=256, use_cache=False)
+    config = GPT2Config(
+        n_embd=width,
+        n_layer=layers,
+        n_head=8,
+        vocab_size=512,
+        n_positions=256,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return lambda: GPT2LMHeadModel(config)
 
 
@@ -124,8 +133,9 @@ OWN_BATCH = ("ddp", "zero2", "fsdp")  # whose ranks do not share one
 WITHIN = 1.5  # of the best prediction
 
 
-def by_hand(ranks: int) -> dict[str, dict[str, Any]]:
-    """The plans that a person would write, by name: what ``compile`` is asked for."""
+def by_hand(ranks: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """The plans that a person would write: what ``compile`` is asked for, by name, of each preset from the fastest of
+    its variants on, if it fits."""
     meshes = {plan: {"dp": ranks} for plan in OWN_BATCH} | {plan: {"tp": ranks} for plan in ("tp", "tp+sp")}
     stages = {"pp": {"pp": ranks}}
     if ranks > 2:
@@ -133,16 +143,18 @@ def by_hand(ranks: int) -> dict[str, dict[str, Any]]:
         meshes |= {plan: {"dp": half, "tp": 2} for plan in ("zero2+tp", "fsdp+tp", "fsdp+tp+sp")}
         stages |= {plan: {"pp": 2, "dp": half} for plan in ("pp+ddp", "pp+zero2")}
     plans = {
-        f"{plan} {recompute}".removesuffix(" none"): {"plan": plan, "mesh": mesh, "recompute": recompute}
+        plan: {
+            f"{plan} {recompute}".removesuffix(" none"): {"plan": plan, "mesh": mesh, "recompute": recompute}
+            for recompute in ("none", "selective", "full")
+        }
         for plan, mesh in meshes.items()
-        for recompute in ("none", "selective", "full")
     }
     schedules = [("1f1b", 2 * ranks), ("1f1b", 4 * ranks), ("zbv", 2 * ranks)]
-    return plans | {
-        f"{plan} {schedule} {parts}": {"plan": plan, "mesh": mesh, "pipeline": shardgraph.Pipeline(parts, schedule)}
-        for plan, mesh in stages.items()
-        for schedule, parts in schedules
-    }
+    for plan, mesh in stages.items():
+        for schedule, parts in schedules:
+            name, pipeline = f"{plan} {schedule} {parts}", shardgraph.Pipeline(parts, schedule)
+            plans[name] = {name: {"plan": plan, "mesh": mesh, "pipeline": pipeline}}
+    return plans
 
 
 class Outcome(NamedTuple):
@@ -206,13 +218,15 @@ def compiled(job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], tune: float
 
 def promising(model: nn.Module, args: tuple[Any, ...], job: Job) -> dict[str, dict[str, Any]]:
     """The plans by hand that are possible, fit, and are not far from the best of them, by prediction."""
-    plans = by_hand(dist.get_world_size())
-    predicted = {}
-    for name, asked in plans.items():
-        with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
-            analysis = shardgraph.analyze(model, args, **asked, **job.options)
-            predicted[name] = analysis.time.total / analysis.samples
-    return {name: plans[name] for name, seconds in predicted.items() if seconds <= WITHIN * min(predicted.values())}
+    found: dict[str, dict[str, Any]] = {}
+    predicted: dict[str, float] = {}
+    for variants in by_hand(dist.get_world_size()).values():
+        for name, asked in variants.items():
+            with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
+                analysis = shardgraph.analyze(model, args, **asked, **job.options)
+                found[name], predicted[name] = asked, analysis.time.total / analysis.samples
+                break
+    return {name: found[name] for name, seconds in predicted.items() if seconds <= WITHIN * min(predicted.values())}
 
 
 def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
