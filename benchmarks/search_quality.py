@@ -4,9 +4,9 @@
 
 Each job is a model with a batch; its plans are compiled on the same ranks of one thread each, and run in turns, round
 after round, so that what else the machine does falls on all alike. A round of a plan is the median of some steps of the
-slowest rank, per sample. The plans by name are presets, with every way to recompute where they do not fit a job's limit
-of memory without, and pipelines, each with several numbers of microbatches; of them, those run that fit and are within
-1.5 times of the best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch.
+slowest rank, for the batch of a data rank. The plans by name are presets, with every way to recompute where they do not
+fit a job's limit of memory without, and pipelines, each with several numbers of microbatches; of them, those run that
+fit and are within 1.5 times of the best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch.
 With ``--tune`` there is also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds,
 for which it corrects what is known of this machine; there each rank has its own batch, so it is compared with plans
 along data axes alone.
@@ -158,7 +158,7 @@ def by_hand(ranks: int) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 class Outcome(NamedTuple):
-    """What one job has shown: seconds per sample of each plan, and the automatic ones beside the best by name."""
+    """What one job has shown: the seconds of each plan, and the automatic ones beside the best by name."""
 
     times: dict[str, float]
     names: dict[str, str]
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     options = parser.parse_args()
     this_machine()  # measured once here, if it never was, and not by every rank at the same time
-    print(f"{options.ranks} gloo ranks of one thread; milliseconds per sample")
+    print(f"{options.ranks} gloo ranks of one thread; milliseconds for the batch of a data rank")
     for job in options.jobs:
         given = (job, options.rounds, options.finals, options.tune)
         (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
