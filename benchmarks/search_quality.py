@@ -6,10 +6,10 @@ Each job is a model with a batch; its plans are compiled on the same ranks of on
 after round, so that what else the machine does falls on all alike. A round of a plan is the median of some steps of the
 slowest rank, for the batch of a data rank. The plans by name are presets, with every way to recompute where they do not
 fit a job's limit of memory without, and pipelines, each with several numbers of microbatches; of them, those run that
-fit and are within 1.5 times of the best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks may share a batch.
-With ``--tune`` there is also the one that ``shardgraph.compile`` takes after it has run the best for so many seconds,
-for which it corrects what is known of this machine; there each rank has its own batch, so it is compared with plans
-along data axes alone.
+fit and are within 1.5 times of the best, by prediction. The automatic plan is that of ``shardgraph.plan``, whose ranks
+may share a batch. With ``--tune`` there is also the one that ``shardgraph.compile`` takes after it has run the best for
+so many seconds, for which it corrects what is known of this machine; there each rank has its own batch, so it is
+compared with plans along data axes alone.
 
 Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
