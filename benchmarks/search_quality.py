@@ -78,15 +78,9 @@ def _llama(layers: int, width: int, vocabulary: int = 512) -> Callable[[], nn.Mo
 
 def _gpt2(layers: int, width: int) -> Callable[[], nn.Module]:
     config = GPT2Config(
-        n_embd=width,
-        n_layer=layers,
-        n_head=8,
-        vocab_size=512,
-        n_positions=256,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+        n_embd=width, n_layer=layers, n_head=8, vocab_size=512,
+        n_positions=256, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
     return lambda: GPT2LMHeadModel(config)
 
 
@@ -95,9 +89,12 @@ def _wide(width: int, layers: int) -> Callable[[], nn.Module]:
 
 
 def _rows(batch: int, *shape: int, out: int) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    generator = torch.Generator().manual_seed(0)
-    x, target = torch.randn(batch, *shape, generator=generator), torch.randn(batch, out, generator=generator)
-    return lambda: ((x,), {"target": target})
+    def call() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(batch, *shape, generator=generator)
+        return (x,), {"target": torch.randn(batch, out, generator=generator)}
+
+    return call
 
 
 def _images() -> nn.Module:

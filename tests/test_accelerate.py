@@ -20,7 +20,7 @@ from tests.standing import on_ranks
 ROUNDED = 1e-9  # of double precision
 
 
-@pytest.mark.slow
+@pytest.mark.quick("network-fsdp-2")
 @pytest.mark.parametrize("accumulated", [1, 2, 3])
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp", "auto"])
 @pytest.mark.parametrize("of_language", [True, False], ids=["language model", "network"])

@@ -359,7 +359,6 @@ def test_a_constant_may_send_the_next_call_another_way():
         torch.testing.assert_close(sharded(X), original(X))
 
 
-@pytest.mark.slow
 def test_attributes_that_forward_sets_are_as_the_originals_after_every_call():
     model = KeepsState()
     original, sharded = copy.deepcopy(model), compiled(model)

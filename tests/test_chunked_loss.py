@@ -187,7 +187,7 @@ def test_without_gradients_the_loss_is_in_chunks_too():
 # -- under every plan ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.quick("gpt2-fsdp-*")
 @pytest.mark.parametrize(
     ("name", "plan", "mesh"),
     [

@@ -146,7 +146,7 @@ def records(program):
     return context, program.parameters, program.actions, program.shapes
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "zero2+tp"])
 def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
     first, second = program(plan, llama), program(plan, llama)
@@ -213,7 +213,6 @@ def test_a_second_start_reads_backward_in_its_first_step(made, monkeypatch):
     assert len(read) == 2
 
 
-@pytest.mark.slow
 def test_training_from_disk_equals(captured, made):
     def losses():
         torch.manual_seed(0)

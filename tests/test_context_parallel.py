@@ -227,7 +227,7 @@ def test_only_one_axis_makes_a_ring(causal):
     check(OneHead(causal), (torch.randn(4, 16, WIDTH),), "cp+tp", cp=2, tp=2)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("position_ids")
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])
 def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
     module, args, kwargs = call_of("llama")

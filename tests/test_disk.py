@@ -32,7 +32,6 @@ def test_parameters_on_disk_take_no_memory_and_train_the_same(tmp_path):
     assert host == pytest.approx(meter.host_peak_bytes, rel=0.02)
 
 
-@pytest.mark.slow
 def test_optimizer_state_on_disk_takes_no_memory_and_trains_the_same(tmp_path):
     losses, meter, program = trained(Offload(parameters=True, disk=tmp_path, optimizer_state=True))
     assert losses == trained(None, fused=True)[0]

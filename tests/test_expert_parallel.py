@@ -388,7 +388,6 @@ def test_experts_that_are_picked_by_index_are_gathered_along_an_axis_of_experts_
         program(*call, "ep", {"ep": 2})
 
 
-@pytest.mark.slow
 def test_mixtral_with_the_loss_of_its_router_is_captured():
     torch.manual_seed(0)
     module, call = mixtral(4)

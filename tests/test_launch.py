@@ -202,7 +202,6 @@ def test_a_run_over_its_time_is_ended_and_names_the_rank_that_still_ran(tmp_path
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.slow
 def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
     code = f"import test_launch as t; t.launch(t.write_pid_and_wait, 1, args=({str(tmp_path)!r},))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

@@ -22,7 +22,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp")
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_it_trains_like_lightnings_own_strategy(case, tmp_path):

@@ -129,7 +129,6 @@ def test_what_is_annotated_is_offloaded_and_the_rest_is_not():
     assert on == {name for name, _ in model.named_parameters() if name.startswith("layers.1.")}
 
 
-@pytest.mark.slow
 def test_two_ranks_train_with_offloaded_parameters_as_the_unsharded_model():
     for found in on_ranks(ranks.offloaded, 2, timeout=250):
         assert found["parity"] < 1e-9

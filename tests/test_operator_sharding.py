@@ -52,7 +52,7 @@ def check(model: str, plan: str, mesh: dict[str, int]) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("odd-mlp-zero2+tp+sp")
+@pytest.mark.quick("odd-mlp-zero2+tp+sp", "tied-transformer-tp")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -98,12 +98,10 @@ def test_heads_that_do_not_divide_are_right(tp):
     check("tied-transformer", "tp+sp", {"tp": tp})  # two heads; four of three layers' dimensions do not divide by 3
 
 
-@pytest.mark.slow
 def test_fewer_heads_of_keys_than_ranks_are_right():
     check("llama", "tp", {"tp": 4})  # four query heads share two of keys and values
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     ("model", "plan", "mesh"),
@@ -215,7 +213,6 @@ def test_a_tensor_without_rows_is_computed_with_before_it_is_joined():
     assert report.ok and report.proof.ok, report
 
 
-@pytest.mark.slow
 def test_column_and_row_parallel_layers_are_found_by_what_they_cost():
     placed = {fqn: entry.placements[0] for fqn, entry in program("tp", 2).parameters.items()}
     layer = {fqn.removeprefix("model.layers.1."): p for fqn, p in placed.items() if ".layers.1." in fqn}

@@ -46,7 +46,7 @@ def test_what_else_a_step_does_is_seen_before_it_is_done(name):
         watched_steps(make, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_weights_are_those_of_the_same_optimizer_on_plain_torch_to_the_bit(plan):
     for errors in on_ranks(own_optimizers.differences, 2, args=(plan,)):
@@ -65,7 +65,6 @@ def test_numbers_that_a_step_reads_of_shards_are_those_of_whole_tensors(plan, ra
     assert max(on_ranks(own_optimizers.of_numbers, ranks, args=(plan,))) < 1e-12
 
 
-@pytest.mark.slow
 def test_state_is_that_of_plain_torch_and_goes_on_from_what_was_loaded():
     for errors in on_ranks(own_optimizers.after_loading, 2):
         assert {name: error for name, error in errors.items() if error} == {}

@@ -37,7 +37,6 @@ def errors(
 # -- equal to the unsharded model ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_every_schedule_trains_a_transformer_like_the_unsharded_model():
     found = errors("tied-transformer", "pp", {"pp": 2}, [Pipeline(4, each) for each in ONE_STAGE + MORE_STAGES])
     assert max(found) < 1e-6, found

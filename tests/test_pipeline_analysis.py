@@ -101,7 +101,7 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     assert "gradients of weights" in drawn
 
 
-@pytest.mark.slow
+@pytest.mark.quick("zbv-5000")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("schedule", "vocabulary"),

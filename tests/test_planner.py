@@ -46,7 +46,6 @@ def test_with_less_memory_more_is_sharded_or_computed_again():
     assert least.operators or least.recompute != "none"
 
 
-@pytest.mark.slow
 def test_the_choice_is_the_fastest_of_those_that_fit():
     plan = chosen()
     fastest = min((each for each in plan.considered if each.fits), key=lambda each: (each.per_sample, each.memory))
@@ -111,7 +110,6 @@ def test_every_layout_is_a_plan_that_can_be():
     assert schedules == {"1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"}
 
 
-@pytest.mark.slow
 def test_what_is_annotated_stays_so():
     model, (args, kwargs) = make("tied-transformer", 2)
     shardgraph.annotate(model, {"**.weight": shardgraph.replicate()})

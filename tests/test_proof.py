@@ -100,7 +100,7 @@ def test_recomputed_offloaded_and_staged_programs_are_proved(case):
 MUTATED = ["fsdp-2", "tp+sp-2", "ep-2", "fsdp-2-loss-chunk"]
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp-2")
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in MUTATED], ids=lambda case: case.id)
 def test_a_program_with_a_fault_is_not_proved(case):
     made = subject(case)

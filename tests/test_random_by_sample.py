@@ -80,7 +80,7 @@ def _train(plan: str, steps: int) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.quick("ddp-2")
 @pytest.mark.parametrize(("plan", "ranks"), [("fsdp", 3), ("ddp", 2), ("zero2", 2)])
 def test_losses_with_dropout_are_those_of_the_original(plan, ranks):
     expected = _original(3)
@@ -88,7 +88,6 @@ def test_losses_with_dropout_are_those_of_the_original(plan, ranks):
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_one_process_draws_what_the_original_draws():
     assert _train("single", 2)[0] == pytest.approx(_original(2), rel=1e-6)
 

@@ -231,7 +231,7 @@ def written(gm: fx.GraphModule) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.quick("root")
+@pytest.mark.quick("root", "blocks")
 @pytest.mark.parametrize("name", REPEATED)
 def test_the_graph_is_the_one_of_the_whole_model(name):
     case = REPEATED[name]()

@@ -158,7 +158,7 @@ class Layered(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.slow
+@pytest.mark.quick("case0")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(100), ids="case{}".format)
 def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
@@ -200,7 +200,6 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
         assert found.per_sample == pytest.approx(every.ranked()[0].per_sample, rel=1e-9)
 
 
-@pytest.mark.slow
 def test_what_fits_nowhere_else_is_kept_in_host_memory():
     """Where no layout fits without it, layouts with it are compared too, and the fastest of them is the answer."""
     model, x = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)), torch.randn(8, 64)

@@ -14,8 +14,6 @@ from tests.standing import on_ranks
 
 EXACT = 1e-10  # double precision; what is left is the order of sums
 
-QUICK = ("one by one-fsdp", "bags-ddp", "tied-fsdp", "one by one-tp", "one by one-pp")
-
 
 @pytest.mark.quick("bags-ddp")
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "zero2", "tp", "pp"])

@@ -100,7 +100,6 @@ def test_frozen_layers_get_no_backward():
 # -- where it is cut -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_cut_between_layers_sends_hidden_states_and_nothing_else():
     model = llama(4)
     program = cut(model, text(2), "pp", {"pp": 2}, Pipeline(2, stages=("model.layers.2",)))
@@ -297,7 +296,6 @@ def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
         lower(joint, plan, named_shapes(Counter()))
 
 
-@pytest.mark.slow
 def test_a_balance_that_does_not_add_up_is_refused():
     joint = capture(gpt2(3), (), text(2), device=torch.device("cpu"))
     with pytest.raises(PlanError, match=r"balance \[1, 1\] gives 2 layers to 2 stages, and the model has 3"):

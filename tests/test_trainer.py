@@ -18,7 +18,7 @@ from tests.standing import on_ranks
 ROUNDED = 1e-9  # of double precision
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp-accumulated and evaluated")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -33,7 +33,6 @@ def test_models_of_the_zoo_train_sharded_over_two_ranks(names):
         assert {name: worst for name, worst in facts.items() if not worst < ROUNDED} == {}
 
 
-@pytest.mark.slow
 def test_losses_are_those_of_fsdp2_and_ddp():
     for differences in on_ranks(ranks.against_torch, 2):
         assert max(differences.values()) < ROUNDED, differences

@@ -17,7 +17,7 @@ EXACT = 1e-9  # double precision
 AT_ONCE = 20.0  # seconds, on a busy machine: what is not at once takes 300
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "fsdp"])
 def test_ranks_with_unlike_batches_train_as_the_unsharded_model_and_as_ddp_and_fsdp2(plan):
     for errors in on_ranks(uneven.unlike_batches, 2, args=(plan,)):

@@ -41,7 +41,7 @@ def test_hybrid_sharding_equals_the_original(name):
     assert report.ok, str(report)
 
 
-@pytest.mark.slow
+@pytest.mark.quick("gpt2-*")
 @pytest.mark.parametrize(
     ("name", "plan", "world_size"),
     [("llama", "fsdp", 3), ("gpt2", "zero1", 3), ("bert", "zero2", 4), ("vit", "fsdp", 3)],
