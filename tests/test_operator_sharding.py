@@ -11,11 +11,11 @@ from operator import getitem
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardgraph
-from shardgraph import Plan, PlanError, ShardGraphError, torch_api
+from shardgraph import Plan, PlanError, ShardGraphError, ir, torch_api
 from shardgraph.ir import collectives, take_part
 from shardgraph.ir.attributes import REDUCES, SUBJECT
 from shardgraph.passes.lowering import build_program
@@ -30,6 +30,7 @@ from tests.standing import on_ranks
 from tests.test_analysis import gpt2, llama, text
 from tests.zoo import ZOO, Loss, make
 
+aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("shared_captures")
 
 MESHES = {
@@ -220,6 +221,24 @@ def test_column_and_row_parallel_layers_are_found_by_what_they_cost():
     assert {layer[f"{name}.weight"] for name in columns} == {"split(0)"}
     assert {layer[f"{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {"split(1)"}
     assert {layer[f"{name}.weight"] for name in ("input_layernorm", "post_attention_layernorm")} == {"replicate"}
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "shape"),
+    [(nn.Linear(8, 32), nn.Linear(32, 8), (64, 8)), (nn.Conv2d(8, 32, 1), nn.Conv2d(32, 8, 1), (4, 8, 6, 6))],
+    ids=["linear", "convolution"],
+)
+def test_a_bias_is_added_by_its_product_unless_that_is_reduced_before(up, down, shape):
+    plan = shardgraph.preset("tp", {"tp": 2})
+    columns, rows = (replace(plan.parameters[0][1], placements=(split,)) for split in ("split(0)", "split(1)"))
+    plan = replace(plan, parameters=(*plan.parameters, ("0.weight", columns), ("2.weight", rows)))
+    made = build_program(nn.Sequential(up, nn.GELU(), down), plan, (torch.randn(shape),))
+    products = (aten.mm.default, aten.addmm.default, aten.convolution.default)
+    first, second = (node for node in made.forward.graph.nodes if node.target in products)
+    bias = [arg for arg in first.args if isinstance(arg, fx.Node) and arg.meta["val"].shape == (16,)]
+    assert len(bias) == 1 and [arg.op for arg in bias] == ["placeholder"]
+    assert [user.target for user in second.users] == [ir.ALL_REDUCE]
+    assert shardgraph.verify(nn.Sequential(up, nn.GELU(), down), (torch.randn(shape),), plan, fp64=True).ok
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,21 +31,26 @@ _NUMBERS = frozenset({ir.first_row, ir.from_later, operator.sub})
 _ALONG_ANOTHER_AXIS = ir.COLLECTIVES | {ir.WAIT, ir.local_part, ir.first_only}
 
 
-def lower(gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder) -> list[str]:
+def lower(
+    gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder, biased: Collection[fx.Node] = ()
+) -> list[str]:
     """Rewrite ``gm`` in place with ``write``: every operation on this rank's shards, with redistribution between them.
 
-    ``chosen`` has an option for every node except the output and ``getitem`` nodes. Returns the parameters whose
-    gradients are left partial, to be reduced together with the sum over batches.
+    ``chosen`` has an option for every node except the output and ``getitem`` nodes. ``biased`` are the additions of a
+    bias that was taken out of a product or convolution, and that goes back where nothing is reduced in between. Returns
+    the parameters whose gradients are left partial, to be reduced together with the sum over batches.
 
     Raises:
         GraphInvariantError: an operation on local shards does not have the shape or dtype that its option implies.
     """
-    return _Lowering(gm, chosen, write).run()
+    return _Lowering(gm, chosen, write, biased).run()
 
 
 class _Lowering:
-    def __init__(self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder) -> None:
-        self.gm, self.chosen, self.write = gm, chosen, write
+    def __init__(
+        self, gm: fx.GraphModule, chosen: Mapping[fx.Node, Option], write: AxisBuilder, biased: Collection[fx.Node]
+    ) -> None:
+        self.gm, self.chosen, self.write, self.biased = gm, chosen, write, biased
         self.shards: dict[Value, dict[Placement, fx.Node]] = {}
         self.scalars: dict[fx.Node, fx.Node] = {}
         self.parameters: dict[Parameter, Placement] = {}
@@ -97,6 +102,8 @@ class _Lowering:
 
     def _on_shards(self, node: fx.Node, option: Option, shards: list[fx.Node]) -> list[Any]:
         """The operation itself, on local shards and with local sizes."""
+        if node in self.biased and (whole := _with_bias(*shards)):
+            return [self.write.named(node.name, *whole, {})]
         if draws(node):
             wholes = [operand.meta["val"] for operand in operands(node)]
             shards = [self.write.laid_out(shard, whole) for shard, whole in zip(shards, wholes, strict=True)]
@@ -167,6 +174,16 @@ class _Lowering:
                 self.summands.append(role.of.fqn)
                 placement = PARTIAL
         return self._placed(value_of(value), placement)
+
+
+def _with_bias(product: fx.Node, bias: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """The operator, with its arguments, that gives the product or convolution and adds its bias."""
+    if product.target is aten.mm.default:
+        return aten.addmm.default, (bias, *product.args)
+    if product.target is aten.convolution.default and bias.target is aten.view.default:
+        images, weight, _, *rest = product.args
+        return aten.convolution.default, (images, weight, bias.args[0], *rest)
+    return None  # it was reduced or moved
 
 
 def _names(node: fx.Node) -> dict[int, str]:

@@ -61,7 +61,7 @@ class ShardOperators(Pass):
         if parts == 1:
             replicate_undecided(context, position)
             return
-        _free_operands(gm, context)
+        biased = _free_operands(gm, context)
         _note_unknown(gm, context)
         fixed = {
             fqn: blocks(*entry.splits[position]) if position in entry.splits else REPLICATE
@@ -82,7 +82,7 @@ class ShardOperators(Pass):
             if isinstance(role := ROLE.get(node), Parameter):
                 record_placement(context, role.fqn, position, option.results[0])
         replicate_undecided(context, position)  # those that the graph does not use
-        for fqn in lower(gm, chosen, AxisBuilder(fx.Graph(), context.values, self.axis)):
+        for fqn in lower(gm, chosen, AxisBuilder(fx.Graph(), context.values, self.axis), biased):
             context.sums[fqn] = (*context.sums.get(fqn, ()), self.axis)
 
     def _rings(self, context: Context) -> bool:
@@ -157,22 +157,25 @@ def _note_unknown(gm: fx.GraphModule, context: Context) -> None:
 _CONSTANTS = {aten.new_zeros.default: 0, aten.new_ones.default: 1}
 
 
-def _free_operands(gm: fx.GraphModule, context: Context) -> None:
-    """Rewrite operations so that placements of their operands are independent.
+def _free_operands(gm: fx.GraphModule, context: Context) -> set[fx.Node]:
+    """Rewrite operations so that placements of their operands are independent. Returns the additions of biases.
 
     A bias is added after its product or convolution: a partial product is reduced before. ``new_zeros`` becomes
     ``full``: the operand that gives it dtype and device may have any placement.
     """
+    biased = set()
     for node in list(gm.graph.nodes):
         build = Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=node.prev)
         if node.target is aten.addmm.default and not node.kwargs:
             bias, left, right = node.args
             value = build.call(aten.add.Tensor, build.call(aten.mm.default, left, right), bias)
+            biased.add(value)
         elif node.target is aten.convolution.default and node.args[2] is not None:
             images, weight, bias, *rest = node.args
             shape = [bias.meta["val"].shape[0], *[1] * (node.meta["val"].dim() - 2)]
             bias = build.call(aten.view.default, bias, shape)
             value = build.call(aten.add.Tensor, build.call(node.target, images, weight, None, *rest), bias)
+            biased.add(value)
         elif node.target in _CONSTANTS and not node.kwargs.get("pin_memory"):
             options = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
             value = build.call(aten.full.default, node.args[1], _CONSTANTS[node.target], **options)
@@ -180,3 +183,4 @@ def _free_operands(gm: fx.GraphModule, context: Context) -> None:
             continue
         node.replace_all_uses_with(value)
         gm.graph.erase_node(node)
+    return biased
