@@ -13,7 +13,7 @@ import argparse
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardgraph
 from benchmarks.published.decoder import Decoder
 from benchmarks.published.runs import Run, read
+from benchmarks.published.work import work_of
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
@@ -155,17 +156,17 @@ def report_estimates() -> None:
 # -- published runs ----------------------------------------------------------------------------------------------------
 
 
-def report_published(limit: int) -> None:
-    """The plan of the search beside that of each published run, both priced alike; a run's batch and devices are its
-    own, and the memory is that of its devices."""
-    runs = [run for run in read(PUBLISHED)[0] if "ep" not in run.mesh and run.precision.parameters == "bfloat16"]
-    distinct = {(run.shape, tuple(run.mesh.items()), run.device): run for run in runs}
+def report_published(rows: Sequence[str]) -> None:
+    """The plan of the search beside that of published runs, both priced alike; a run's batch and devices are its own,
+    and the memory is that of its devices. Of runs of one model on one kind of device that differ in the number of
+    devices or the batch alone, the largest. Of rows that leave out the size of a microbatch, the best size."""
     print(f"{'row':<10}{'model':<18}{'devices':>12}{'published plan':>34}{'seconds':>9}{'peak':>7}"
           f"  {'found':<40}{'seconds':>9}{'ratio':>7}")  # fmt: skip
     ratios, clear = [], 0
-    for run in sorted(distinct.values(), key=lambda run: run.row["row_id"])[:limit]:
+    for runs in _compared(rows):
+        run = runs[0]
         try:
-            published, found = _both(run)
+            published, found = _both(runs)
         except shardgraph.ShardGraphError as error:
             print(f"{run.row['row_id']:<10}{run.row['model'][:16]:<18}not compared: {str(error).splitlines()[0][:90]}")
             continue
@@ -190,6 +191,20 @@ def report_published(limit: int) -> None:
         )
 
 
+def _compared(rows: Sequence[str]) -> list[list[Run]]:
+    """The runs whose rows' names begin with one of ``rows``, as alternatives of one row each."""
+    runs = [run for run in read(PUBLISHED, timed=False)[0] if run.row["row_id"].startswith(tuple(rows))]
+    alternatives: dict[str, list[Run]] = {}
+    for run in runs:
+        if "ep" not in run.mesh:
+            alternatives.setdefault(run.row["row_id"], []).append(run)
+    largest: dict[tuple[Any, ...], list[Run]] = {}
+    for row in sorted(alternatives.values(), key=lambda row: int(row[0].row["n_gpus"])):
+        run = row[0]
+        largest[run.shape, run.device, run.precision, run.recompute, run.sequence] = row
+    return sorted(largest.values(), key=lambda row: row[0].row["row_id"])
+
+
 def _reason(published: Candidate, found: Candidate) -> str:
     """What a step of the found plan has less of, the most first, and what else it recomputes."""
     kinds = {"compute": "computation", "exposed": "communication that is not hidden", "bubble": "waiting for stages"}
@@ -200,21 +215,29 @@ def _reason(published: Candidate, found: Candidate) -> str:
     return ", ".join(named) + (again if found.recompute != published.recompute else "")
 
 
-def _both(run: Run) -> tuple[Candidate, Plan]:
-    """The published plan's costs and the plan of the search."""
+def _priced(run: Run) -> Candidate:
+    """What the published plan costs; where microbatches follow on each other, replicas are reduced after the last."""
     analysis = run.analysis()
-    once, plan = analysis.time.optimizer, analysis.plan
-    parts = {kind: run.accumulated * getattr(analysis.time, kind) for kind in ("compute", "exposed", "bubble")}
-    seconds = run.accumulated * (analysis.time.total - once) + once
-    published = Candidate(
-        plan.name, plan.whole_mesh, analysis.peak_memory, seconds, True, recompute=run.recompute, **parts
-    )
+    plan, time = analysis.plan, analysis.time
+    seconds, parts = time.total, {"compute": time.compute, "exposed": time.exposed, "bubble": time.bubble}
+    if run.accumulated > 1:
+        seconds = run.seconds_on(work_of(analysis), run.cluster.device)
+        compute = run.accumulated * time.compute
+        parts = {"compute": compute, "exposed": seconds - time.optimizer - compute}
+    return Candidate(plan.name, plan.whole_mesh, analysis.peak_memory, seconds, True, recompute=run.recompute, **parts)
+
+
+def _both(runs: Sequence[Run]) -> tuple[Candidate, Plan]:
+    """The published plan's costs and the plan of the search."""
+    run, priced = runs[0], [_priced(run) for run in runs]
+    capacity = run.cluster.device.memory
+    published = min(priced, key=lambda each: (each.memory > capacity, each.seconds))
     with torch.device("meta"):
         model = Decoder(run.shape)
         tokens = torch.empty(1, run.sequence, dtype=torch.long)
     samples = int(float(run.row["gbs_seqs"]))
     # Published plans ran, so their memory was enough, also where our prediction is above it.
-    memory = max(run.cluster.device.memory, analysis.peak_memory)
+    memory = max(capacity, published.memory)
     found = shardgraph.plan(
         model, (tokens,), example_kwargs={"labels": tokens}, cluster=run.cluster, devices=int(run.row["n_gpus"]),
         global_batch=samples, precision=run.precision, backend="inductor", memory=memory,
@@ -225,10 +248,10 @@ def _both(run: Run) -> tuple[Candidate, Plan]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", choices=["speed", "estimates", "published"])
-    parser.add_argument("--limit", type=int, default=20, help="published runs that are compared (default: %(default)s)")
+    parser.add_argument("--rows", nargs="*", default=[""], help="how names of published rows begin (default: all)")
     options = parser.parse_args()
     if options.report == "published":
-        report_published(options.limit)
+        report_published(options.rows)
     else:
         {"speed": report_speed, "estimates": report_estimates}[options.report]()
 

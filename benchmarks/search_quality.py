@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -40,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardgraph
 from benchmarks.ratios import ratio
 from shardgraph.api.tune import measured_step
-from shardgraph.calibration import this_machine
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.search.machine import machine_for
 
 SECONDS = 1.0  # of steps, in a round of a plan
 
@@ -164,12 +165,12 @@ class Outcome(NamedTuple):
     """The best plan by name that it may be, and its ratio to that, with the interval."""
 
 
-def on_rank(name: str, rounds: int, finals: int, tune: float | None) -> Outcome:
-    """The outcome of the job of this name; every rank has the same."""
+def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: int) -> Outcome:
+    """The outcome of the job of this name; every rank has the same. ``wanted`` is what ``compile`` is asked for."""
     torch.set_num_threads(1)
     job = JOBS[name]
     call = job.call()
-    modules = compiled(job, call, tune)
+    modules = compiled(job, call, wanted)
     programs = {plan: program_text(module) for plan, module in modules.items()}
     first_of = {plan: next(other for other in programs if programs[other] == programs[plan]) for plan in programs}
 
@@ -194,43 +195,63 @@ def on_rank(name: str, rounds: int, finals: int, tune: float | None) -> Outcome:
     return Outcome(times, {plan: modules[plan].plan.name for plan in rivals}, beside)
 
 
-def compiled(job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], tune: float | None) -> dict[str, Any]:
-    """The job's module under each plan that is run, the automatic ones first."""
+def compiled(
+    job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], wanted: dict[str, dict[str, Any]]
+) -> dict[str, shardgraph.ShardedModule]:
+    """The job's module under each plan that fits."""
     torch.manual_seed(0)
-    model, (args, _) = job.model(), call
-    # Every rank finds the same: the search is deterministic, and so are the prices of this machine.
-    automatic = shardgraph.plan(model, args, devices=dist.get_world_size(), progress=False, **job.options)
-    wanted: dict[str, dict[str, Any]] = {"auto": {"plan": automatic}}
-    if tune:
-        wanted["tuned"] = {"plan": "auto", "tune": tune}
-    wanted |= promising(model, args, job)
+    model = job.model()
     modules = {}
     for name, asked in wanted.items():
         with contextlib.suppress(shardgraph.PlanError):  # it does not fit
             modules[name] = shardgraph.compile(
-                copy.deepcopy(model), example_inputs=args, progress=False, **asked, **job.options
+                copy.deepcopy(model), example_inputs=call[0], progress=False, **asked, **job.options
             )
     return modules
 
 
-def promising(model: nn.Module, args: tuple[Any, ...], job: Job) -> dict[str, dict[str, Any]]:
+def plans_of(job: Job, ranks: int, tune: float | None) -> dict[str, dict[str, Any]]:
+    """What ``compile`` is asked for, by plan: the automatic ones first."""
+    torch.manual_seed(0)
+    model, (args, _), here = job.model(), job.call(), machine_for(None, ranks)
+    automatic = shardgraph.plan(model, args, devices=ranks, cluster=here, progress=False, **job.options)
+    wanted: dict[str, dict[str, Any]] = {"auto": {"plan": automatic}}
+    if tune:
+        wanted["tuned"] = {"plan": "auto", "tune": tune}
+    return wanted | promising(model, args, job, ranks, here)
+
+
+def promising(
+    model: nn.Module, args: tuple[Any, ...], job: Job, ranks: int, here: Cluster
+) -> dict[str, dict[str, Any]]:
     """The plans by hand that are possible, fit, and are not far from the best of them, by prediction."""
     found: dict[str, dict[str, Any]] = {}
     predicted: dict[str, float] = {}
-    for variants in by_hand(dist.get_world_size()).values():
+    for variants in by_hand(ranks).values():
         for name, asked in variants.items():
             with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
-                analysis = shardgraph.analyze(model, args, **asked, **job.options)
+                analysis = shardgraph.analyze(model, args, cluster=here, **asked, **job.options)
                 found[name], predicted[name] = asked, analysis.time.total / analysis.samples
                 break
     return {name: found[name] for name, seconds in predicted.items() if seconds <= WITHIN * min(predicted.values())}
 
 
 def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
-    """What a module runs: equal of modules that run the same."""
+    """What a module runs: equal of modules that run the same, whose process groups have other names."""
     if module.plan.pipeline is not None:
         return (str(replace(module.plan, name="", note="", considered=(), remarks=(), batch=None)),)
-    return (str(module.plan.whole_mesh), str(module.forward_graph.graph), str(module.backward_graph.graph))
+    names = {module.mesh.get_group(axis).group_name: axis for axis in module.mesh.mesh_dim_names}
+
+    def axis_of(argument: Any) -> Any:
+        return names.get(argument, argument) if isinstance(argument, str) else argument
+
+    texts = [str(module.plan.whole_mesh)]
+    for half in (module.forward_graph, module.backward_graph):
+        graph = copy.deepcopy(half.graph)
+        for node in graph.nodes:
+            node.args, node.kwargs = pytree.tree_map(axis_of, (node.args, node.kwargs))
+        texts.append(str(graph))
+    return tuple(texts)
 
 
 def main() -> None:
@@ -241,10 +262,10 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="*", default=list(JOBS), help="names of jobs (default: all)")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     options = parser.parse_args()
-    this_machine()  # measured once here, if it never was, and not by every rank at the same time
     print(f"{options.ranks} gloo ranks of one thread; milliseconds for the batch of a data rank")
     for job in options.jobs:
-        given = (job, options.rounds, options.finals, options.tune)
+        wanted = plans_of(JOBS[job], options.ranks, options.tune)
+        given = (job, wanted, options.rounds, options.finals)
         (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
         for plan, (rival, (middle, low, high)) in found.beside.items():
             print(f"{job:<26}{plan:<6}is {found.names[plan]:<12}{middle:.2f} [{low:.2f}, {high:.2f}] of {rival}")

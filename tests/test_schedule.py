@@ -100,6 +100,36 @@ def test_what_is_computed_behind_collectives_takes_no_more_memory(monkeypatch, p
     assert moved <= peak()
 
 
+class Masked(nn.Module):
+    """An embedding under a mask that needs no parameter, and is made after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(4096, 2048), nn.Linear(2048, 2048)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids)
+        places = torch.arange(ids.shape[1], device=ids.device)
+        mask = (places[:, None] >= places[None, :]).float().softmax(-1)
+        return self.out(mask @ hidden).square().mean()
+
+
+def test_what_needs_no_parameter_is_computed_behind_the_first_gather(monkeypatch) -> None:
+    def program() -> Program:
+        with torch.device("meta"):
+            return build_program(Masked(), preset("fsdp", {"dp": 8}), (torch.zeros(2, 2048, dtype=torch.int64),))
+
+    found = program()
+    order = names(found.forward)
+    first = wait_of(next(ir.collectives(found.forward)))
+    assert order.index("_softmax") < order.index(first.name) < order.index("embedding")
+    leave_out(monkeypatch, "compute_before_first")
+    apart = program()
+    assert exposed(found, "forward") < exposed(apart, "forward")
+    peak, without = (program_memory(each, "sgd", gloo=False).peak_bytes for each in (found, apart))
+    assert peak <= without
+
+
 def test_what_draws_random_numbers_stays_where_it_is() -> None:
     class Dropped(Blocks):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

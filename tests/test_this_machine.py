@@ -78,6 +78,16 @@ def test_a_core_has_its_share_of_all_memory_whatever_is_free(unmeasured, monkeyp
     assert machine_for(None, 16).device.memory == 2**28
 
 
+def test_more_ranks_than_cores_take_turns(unmeasured, monkeypatch):
+    monkeypatch.setattr(detection, "cpu_cores", lambda: 4)
+    machine, shared = this_machine(), machine_for(None, 16)
+    assert machine_for(None, 3) == machine
+    for kind, rate in machine.device.rates.items():
+        assert shared.device.rates[kind].per_second == rate.per_second / 4
+        assert shared.device.rates[kind].overhead == rate.overhead * 4
+    assert shared.intra.bandwidth == machine.intra.bandwidth / 4
+
+
 def test_a_container_has_the_memory_that_it_may_use(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(detection, "_LIMITS", (str(limit),))

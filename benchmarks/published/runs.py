@@ -42,13 +42,15 @@ DEVICES = {
     "MI300X": "MI300X",
     "RTX 4090": "RTX-4090",
 }
+MICROBATCHES = (1, 2, 4, 8)
+"""The sequences of a microbatch that a row may have meant which leaves them out."""
 NETWORK = ((re.compile(r"(\d+)x(\d+) ?Gb"), 1), (re.compile(r"(\d+) ?Gbps (?:node-node|per node)"), 0))
 """What an interconnect says of a node's network in Gb/s: NICs times a rate, or a rate."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run; ``seconds`` is its step."""
+    """A published run; ``seconds`` is its step, nan if it was not published."""
 
     row: Mapping[str, str]
     shape: Shape
@@ -121,14 +123,20 @@ class Run:
         )
 
 
-def read(path: Path) -> tuple[list[Run], Counter[str]]:
-    """The runs of a table, and how many rows were left out for which reason."""
+def read(path: Path, *, timed: bool = True) -> tuple[list[Run], Counter[str]]:
+    """The runs of a table, and how many rows were left out for which reason.
+
+    Unless ``timed``, also those whose layout is published but whose time is not, or derived. Of those that leave out
+    the size of a microbatch there is one run for each in ``MICROBATCHES`` that divides the batch of a data rank.
+    """
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
+    if not timed:
+        rows = [each for row in rows for each in _with_microbatches(row)]
     runs: list[Run] = []
     left_out: Counter[str] = Counter()
     for row in rows:
-        if reason := why_not(row):
+        if reason := why_not(row, timed):
             left_out[reason] += 1
             continue
         try:
@@ -138,8 +146,15 @@ def read(path: Path) -> tuple[list[Run], Counter[str]]:
     return runs, left_out
 
 
-def why_not(row: Mapping[str, str]) -> str | None:
-    """Why a row is left out, or None."""
+def _with_microbatches(row: dict[str, str]) -> list[dict[str, str]]:
+    if row["mbs"] or not row["gbs_seqs"] or not row["dp"]:
+        return [row]
+    each = float(row["gbs_seqs"]) / float(row["dp"])
+    return [row | {"mbs": str(size)} for size in MICROBATCHES if each % size == 0]
+
+
+def why_not(row: Mapping[str, str], timed: bool = True) -> str | None:
+    """Why a row is left out, or None; ``timed`` as for :func:`read`."""
     if row["status"] != "ok":
         return "ran out of memory or was degraded"
     if row["provenance"] != "retrieved_primary" or any(word in row["notes"] for word in DOUBTFUL):
@@ -150,9 +165,9 @@ def why_not(row: Mapping[str, str]) -> str | None:
         return "adapters of frozen weights"
     if "unpacked" in row["notes"]:
         return "its sequences are padded, to lengths that are not published"
-    if not row["step_time_s"] and not row["tokens_per_s_per_gpu"]:
+    if timed and not row["step_time_s"] and not row["tokens_per_s_per_gpu"]:
         return "neither step time nor throughput"
-    if row["step_time_kind"].lower().startswith(("derived from eq", "derived assuming")):
+    if timed and row["step_time_kind"].lower().startswith(("derived from eq", "derived assuming")):
         return "its step time is derived from a formula of FLOPs"
     known = row["model"].lower() in MIXTURES
     if missing := [name for name in ([] if known else DIMENSIONS) + LAYOUT if not row[name]]:
@@ -201,7 +216,9 @@ def run_of(row: Mapping[str, str]) -> Run:
         pipeline = _pipeline(stages, number.get("vp", interleaved), shape.layers, microbatches)
     tokens = number["gbs_seqs"] * number["seq_len"]
     reported = row["step_time_kind"].startswith("reported") or not row["tokens_per_s_per_gpu"]
-    seconds = float(row["step_time_s"]) if reported else tokens / float(row["tokens_per_s_per_gpu"]) / number["n_gpus"]
+    seconds = float(row["step_time_s"] or "nan")
+    if not reported:
+        seconds = tokens / float(row["tokens_per_s_per_gpu"]) / number["n_gpus"]
     return Run(
         row,
         shape,

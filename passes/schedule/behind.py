@@ -8,7 +8,7 @@ cast for what comes next do not depend on it either.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -43,7 +43,19 @@ def compute_behind(step: Sequence[fx.GraphModule], times: Times, context: Contex
             _await_at_use(start)
         for start in starts:
             left = _move_behind(start, seconds, memory)
-            _bring_forward(start, left, seconds, memory)
+            _bring_forward(start, left, seconds, memory, _starts_of_operators)
+
+
+def compute_before_first(gm: fx.GraphModule, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
+    """Put what a graph's first gather is not needed for before its wait: nothing else can hide it.
+
+    That is what comes before the next wait: masks and positions, which need no parameter. Its bytes fit under the peak.
+    """
+    first = next(ir.collectives(gm), None)
+    if first is None or MEMORY_KIND.get(first) != "gathered":
+        return
+    hidden = sum(seconds[node] for node in _between(first, wait_of(first)) if not ir.is_started(node))
+    _bring_forward(first, seconds[first] - hidden, seconds, memory, ir.is_wait)
 
 
 def _is_of_operators(start: fx.Node) -> bool:
@@ -112,15 +124,25 @@ def _own_operand(node: fx.Node) -> fx.Node | None:
     return operands[0] if len(operands) == 1 and len(operands[0].users) == 1 and _is_ordinary(operands[0]) else None
 
 
-def _bring_forward(start: fx.Node, left: float, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
-    """Put what comes after the wait, and does not need it, before it."""
+def _starts_of_operators(node: fx.Node) -> bool:
+    return ir.is_collective(node) and _is_of_operators(node)
+
+
+def _bring_forward(
+    start: fx.Node,
+    left: float,
+    seconds: Mapping[fx.Node, float],
+    memory: Memory,
+    ends: Callable[[fx.Node], bool],
+) -> None:
+    """Put what comes after the wait, before the first node that ``ends`` it, and does not need the wait, before it."""
     wait = wait_of(start)
     passed = [start, *_between(start, wait), wait]
     most, held = max(memory.live[each] for each in passed), 0
     late = {wait}  # what must come after the wait
     earlier = list[fx.Node]()
     node = wait.next
-    while left > 0 and node.op == "call_function" and not (ir.is_collective(node) and _is_of_operators(node)):
+    while left > 0 and node.op == "call_function" and not ends(node):
         most = max(most, memory.live[node])
         results = sum(_storages(node).values())
         if (

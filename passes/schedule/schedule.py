@@ -10,7 +10,7 @@ from torch import fx
 from shardgraph.ir.copies import TO_DEVICE, TO_HOST
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, sibling
 from shardgraph.passes.schedule.await_done import await_done
-from shardgraph.passes.schedule.behind import compute_behind
+from shardgraph.passes.schedule.behind import compute_before_first, compute_behind
 from shardgraph.passes.schedule.lookahead import fill_memory
 from shardgraph.passes.schedule.memory import memory_of
 from shardgraph.passes.schedule.times import Times
@@ -54,6 +54,7 @@ class Schedule(GraphsPass):
                 continue
             memory = memory_of(step, context)
             for gm in step:
+                compute_before_first(gm, times.of(gm), memory)
                 fill_memory(gm, memory, depth)
                 await_done(gm, memory, times, depth)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardgraph.calibration import this_machine
+from shardgraph.calibration.correction import Correction
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
@@ -16,7 +17,7 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
     """The cluster for a caller's argument.
 
     If only a device is named, it has enough nodes for ``ranks``; without an argument it is this machine, as if it had
-    at least as many devices. Ranks of a CPU share its memory.
+    at least as many devices. Ranks of a CPU share its memory, and more ranks than cores share those: all takes longer.
 
     Raises:
         ClusterError: no such device or file.
@@ -27,10 +28,11 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
         machine = this_machine()
         if ranks <= machine.devices_per_node:
             return machine
-        device = machine.device
-        if device.is_cpu:
-            device = replace(device, memory=device.memory * machine.devices_per_node // ranks)
-        return replace(machine, device=device, devices_per_node=ranks)
+        if machine.device.is_cpu:
+            turns = ranks / machine.devices_per_node
+            machine = Correction(turns, turns).of(machine)
+            machine = replace(machine, device=replace(machine.device, memory=int(machine.device.memory / turns)))
+        return replace(machine, devices_per_node=ranks)
     if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
         return Cluster.load(cluster)
     one = Cluster.of(cluster)
