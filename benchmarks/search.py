@@ -192,11 +192,11 @@ def report_published(rows: Sequence[str]) -> None:
 
 
 def _compared(rows: Sequence[str]) -> list[list[Run]]:
-    """The runs whose rows' names begin with one of ``rows``, as alternatives of one row each."""
+    """The runs whose rows' names begin with one of ``rows``, without experts or 8 bits, as alternatives of a row each."""
     runs = [run for run in read(PUBLISHED, timed=False)[0] if run.row["row_id"].startswith(tuple(rows))]
     alternatives: dict[str, list[Run]] = {}
     for run in runs:
-        if "ep" not in run.mesh:
+        if "ep" not in run.mesh and not run.shape.float8:
             alternatives.setdefault(run.row["row_id"], []).append(run)
     largest: dict[tuple[Any, ...], list[Run]] = {}
     for row in sorted(alternatives.values(), key=lambda row: int(row[0].row["n_gpus"])):

@@ -260,6 +260,15 @@ def test_so_are_those_of_a_llama(monkeypatch):
     _assert_equal(*_folded_and_whole(monkeypatch, model, {"example_kwargs": text(1, 128)}, 1, {"dp": 512}, "fsdp"))
 
 
+def test_so_are_those_whose_small_shards_fall_otherwise_into_what_is_updated_together(monkeypatch):
+    with torch.device("meta"):
+        model, call = Wide(40), {"example_inputs": (torch.zeros(2**17, 2048),)}
+    folded, whole = _folded_and_whole(monkeypatch, model, call, 1, {"dp": 416}, "fsdp")
+    live, expected = (sum(each.rows[-1].memory.values()) for each in (folded, whole))
+    assert 0 < abs(live - expected) < 4 * 2**20 and live == pytest.approx(expected, rel=1e-3)
+    assert folded.peak_memory == whole.peak_memory and folded.time.total == pytest.approx(whole.time.total)
+
+
 LARGE = {"hidden_size": 512, "intermediate_size": 1024}  # a layer has more than is updated together
 
 

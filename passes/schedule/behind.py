@@ -9,6 +9,7 @@ cast for what comes next do not depend on it either.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -46,16 +47,22 @@ def compute_behind(step: Sequence[fx.GraphModule], times: Times, context: Contex
             _bring_forward(start, left, seconds, memory, _starts_of_operators)
 
 
+_TINY = 0.001
+"""The part of a step's peak that is too little to mind."""
+
+
 def compute_before_first(gm: fx.GraphModule, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
     """Put what a graph's first gather is not needed for before its wait: nothing else can hide it.
 
-    That is what comes before the next wait: masks and positions, which need no parameter. Its bytes fit under the peak.
+    That is what comes before the next wait: masks and positions, which need no parameter. Its bytes fit under the peak,
+    which they may raise by as little as ``_TINY``: gathered parameters are often all that a peak has.
     """
     first = next(ir.collectives(gm), None)
     if first is None or MEMORY_KIND.get(first) != "gathered":
         return
     hidden = sum(seconds[node] for node in _between(first, wait_of(first)) if not ir.is_started(node))
-    _bring_forward(first, seconds[first] - hidden, seconds, memory, ir.is_wait)
+    raised = replace(memory, peak=int((1 + _TINY) * memory.peak))
+    _bring_forward(first, seconds[first] - hidden, seconds, raised, ir.is_wait)
 
 
 def _is_of_operators(start: fx.Node) -> bool:

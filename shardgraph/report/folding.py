@@ -17,11 +17,12 @@ from typing import Any
 from torch import nn
 
 from shardgraph.capture.private_copy import private_copy
-from shardgraph.cost_models.optimizers import optimizer_cost
+from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import dtype_of
+from shardgraph.report.update import MOST_COPIES
 
 SHALLOW = ((5, 6, 7), (11, 12, 13))
 """Numbers of layers of the programs that are analysed, of which the last two determine and the first one checks: the
@@ -29,6 +30,10 @@ first and the last layer differ from those between, and so do their neighbours, 
 more have to be alike. The second numbers are tried if the first do not fold: where
 communication takes longer than computation, each layer's backward leaves more reductions to be awaited later, until as
 many are late as may be, and only from then on are layers scheduled alike."""
+
+
+_TINY = 0.001
+"""The part of a step's peak to which what an update takes for itself has to be known."""
 
 
 def numbers_for(stack: Stack) -> Iterator[tuple[int, int, int]]:
@@ -144,9 +149,10 @@ def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Ro
     """
     more = layers - (least + len(shallow) - 2)
     rows: list[Row] = []
+    peak = max(sum(row.memory.values()) for row in shallow[-1])
     for half in dict.fromkeys(row.half for row in shallow[0]):
         programs = [[row for row in program if row.half == half] for program in shallow]
-        rows += _extend_update(programs, more) if half == "optimizer" else _extend_half(programs, more)
+        rows += _extend_update(programs, more, peak) if half == "optimizer" else _extend_half(programs, more)
     return rows
 
 
@@ -195,9 +201,9 @@ def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
     return rows + [_grown(a, a, (more, a, b)) for a, b in zip(first[start:], second[end:], strict=True)]
 
 
-def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row]:
+def _extend_update(programs: Sequence[Sequence[Row]], more: int, peak: int) -> Iterator[Row]:
     for rows in zip(*programs, strict=True):
-        temporaries = _temporaries(rows, more)
+        temporaries = _temporaries(rows, more, peak)
         *before, first, second = (
             replace(row, memory={kind: n for kind, n in row.memory.items() if kind != "temporaries"}) for row in rows
         )
@@ -211,15 +217,17 @@ def _extend_update(programs: Sequence[Sequence[Row]], more: int) -> Iterator[Row
         yield replace(row, memory={**row.memory, **({"temporaries": temporaries} if temporaries else {})})
 
 
-def _temporaries(rows: Sequence[Row], more: int) -> Any:
+def _temporaries(rows: Sequence[Row], more: int, peak: int) -> Any:
     """What the update takes for itself with ``more`` layers: as with a few, or of all that is updated at once."""
     few = [row.memory.get("temporaries", 0) for row in rows]
     cost = optimizer_cost(rows[0].operation)
     if all(nbytes * (cost.states + 1) == row.written * cost.at_once for nbytes, row in zip(few, rows, strict=True)):
         return few[-2] + more * (few[-1] - few[-2])
-    if any(nbytes != few[0] for nbytes in few):
+    # How small shards fall into what is updated together changes with their number, by less than one such update.
+    unknown = (cost.temporaries + MOST_COPIES) * UPDATED_TOGETHER
+    if any(nbytes != few[0] for nbytes in few) and unknown > _TINY * peak:
         raise NotPeriodicError("more layers are updated together, up to a limit that these few do not reach")
-    return few[0]
+    return max(few)
 
 
 def mark(row: Row) -> Mark:

@@ -30,6 +30,10 @@ from shardgraph.passes.program import gradients_of
 from shardgraph.plans.plan import Plan
 
 
+MOST_COPIES = 2
+"""Of what is updated together, beside the shards and gradients."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """What an optimizer updates: bytes of each shard, by parameter, on the device and in host memory. On the device it
@@ -130,7 +134,7 @@ def _runs(
         for run in chain.from_iterable(stretches(alike, most) for alike in kinds):
             copies = 0
             if len(run) > 1 and len(kinds) > 1:  # others are between them
-                copies = 2
+                copies = MOST_COPIES
             elif len({lies[fqn][0] for fqn in run}) > 1:
                 copies = 1
             yield sum(shards.on_device[fqn] for fqn in run), copies
