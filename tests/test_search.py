@@ -14,11 +14,13 @@ from torch import nn
 import shardgraph
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.nn import MoE
+from shardgraph.plans.plan import Plan
 from shardgraph.search import auto
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import program_of
-from shardgraph.search.estimates import Estimates
-from shardgraph.search.exact import cheapest
+from shardgraph.search.estimate import Estimate
+from shardgraph.search.estimates import Estimates, per_sample
+from shardgraph.search.exact import Priced, cheapest
 from shardgraph.search.layer_costs import layer_costs, takes_another
 from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
@@ -100,6 +102,35 @@ def test_what_fits_is_not_priced_again_in_more_calls(monkeypatch):
     found = shardgraph.plan(**CALLS["llama-few"](), cluster="H100", devices=2, global_batch=8)
     assert {priced.microbatches for priced in found.considered} == {1}
     assert "or have more calls in a step than they need" in found.explain()
+
+
+def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
+    """Estimates of memory may be too high, so what they say is a little too large is priced; once, if it is."""
+    with torch.device("meta"):
+        model, x = Deep(12), torch.zeros(8, 32)
+    cluster = Cluster.of("H100", nodes=8)
+    mesh_of = partial(resolve_axes, mesh={"dp": 64}, cluster=cluster)
+    source = Source(Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})).of_few_layers
+    budget, asked = 100, []
+
+    def exactly(source: Source, plan: Plan, budget: int, accumulated: int, whole: bool) -> Priced:
+        layout, guess = next(pair for pair in estimated if pair[0].plan().whole_mesh == plan.whole_mesh)
+        asked.append(layout)
+        return Priced(plan, int(guess.memory), guess.seconds, {"exposed": 0.0}, layout.samples)
+
+    shards = [Layout(replicate=64 // shard, shard=shard, batch=8) for shard in (2, 4, 8, 16, 32)]
+    smaller, slow = Layout(shard=64, batch=8, recompute="full"), Layout(shard=16, tp=4, batch=8)
+    estimated = [(layout, Estimate(1.0, 110, 1.0)) for layout in shards]
+    estimated += [(smaller, Estimate(1.2, 50, 1.2)), (slow, Estimate(3.0, 90, 3.0))]
+    monkeypatch.setattr(auto, "price", exactly)
+    finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget, float("inf"))
+    finals.bound(estimated)
+    assert asked == [smaller]
+    asked.clear()
+    finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget, float("inf"))
+    finals.price_all([slow])
+    finals.price_best(sorted(estimated, key=per_sample))
+    assert asked == [slow, shards[0], smaller]
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ _HIDDEN = 0.002
 """Computation hides all communication of which no more than this part of a step is exposed."""
 
 _FINALISTS = 3
-"""Layouts that are priced exactly at most if one of them fits, beside the best one of each preset."""
+"""Layouts that fit, or cannot be priced, for each search at most if one fits, beside the best one of each preset."""
 
 _MATTERS = 1.02
 """If buckets for the cluster make the best layout so many times as fast, others are priced with them too. Vectors are
@@ -146,6 +146,7 @@ class Finals:
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
         self._guesses: dict[Layout, float] = {}
+        self._memories: dict[Layout, float] = {}
         self._in_buckets: dict[Layout, Priced] = {}
         self._refined: list[Priced] = []
         self.remarks: dict[str, None] = {}
@@ -160,15 +161,19 @@ class Finals:
                     self._price(layout)
         fitting = [pair for pair in estimated if self._may_fit(*pair)]
         presets = _best_of_presets(fitting)
-        for count, (layout, guess) in enumerate(fitting):
-            if (best := self._best) is None:
-                if count >= self._tries:
-                    break
-            elif self._late() or self._least(layout, guess) > best.per_sample:
+        tried = asked = 0
+        for layout, guess in fitting:
+            best = self._best
+            if asked >= self._tries or (best is not None and self._is_slower(layout, guess, best)):
                 break
-            elif (count >= self._most and layout not in presets) or self._has_fewer_calls(layout):
+            if self._has_fewer_calls(layout) or self._is_too_large(layout, guess):
+                continue
+            if best is not None and tried >= self._most and layout not in presets:
                 continue
             self._price(layout)
+            self._memories.setdefault(layout, guess.memory)
+            asked += 1
+            tried += (priced := self._priced[layout]) is None or priced.memory <= self._budget
         if self._best is None and fitting and not any(self._priced.values()):
             self._price(fitting[0][0], whole=True)
 
@@ -179,7 +184,7 @@ class Finals:
         for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
             if self._best is not None or self._late():
                 break
-            self._guesses[layout] = per_sample((layout, guess))
+            self._guesses[layout], self._memories[layout] = per_sample((layout, guess)), guess.memory
             self._price(layout)
         return math.inf if (best := self._best) is None else best.per_sample * self._doubt
 
@@ -260,6 +265,19 @@ class Finals:
         fastest, the budget may have the program divide all."""
         divided = 1 if self._deep else layout.degree
         return guess.memory / divided <= self._budget * _MEMORY_DOUBT
+
+    def _is_slower(self, layout: Layout, guess: Estimate, best: Priced) -> bool:
+        """Whether a layout, and all with larger estimates, take longer than the best; or there is no time left."""
+        return self._late() or self._least(layout, guess) > best.per_sample
+
+    def _is_too_large(self, layout: Layout, guess: Estimate) -> bool:
+        """Whether a layout does not fit if its estimate is as far off as those of others like it, which were priced."""
+        off = [
+            each.memory / self._memories[other]
+            for other, each in self._priced.items()
+            if each is not None and other in self._memories and _kind(other) == _kind(layout)
+        ]
+        return self._deep and bool(off) and guess.memory * min(off) > self._budget
 
     def _has_fewer_calls(self, layout: Layout) -> bool:
         """Whether what fits has the same layout with fewer, larger calls in a step. These take no longer: an operation
@@ -416,6 +434,11 @@ class Finals:
         """What was priced: the fastest that fit, then the smallest."""
         every = [priced for priced in self._priced.values() if priced is not None] + self._refined
         return sorted(every, key=lambda each: each.rank(self._budget))
+
+
+def _kind(layout: Layout) -> tuple[object, ...]:
+    """Equal for layouts whose estimates of memory are off alike."""
+    return layout.stages > 1, layout.zero_bubble, layout.tp * layout.cp > 1, layout.recompute, layout.offload
 
 
 def _best_of_presets(fitting: Sequence[Estimated]) -> set[Layout]:
