@@ -192,7 +192,7 @@ def report_published(rows: Sequence[str]) -> None:
 
 
 def _compared(rows: Sequence[str]) -> list[list[Run]]:
-    """The runs whose rows' names begin with one of ``rows``, without experts or 8 bits, as alternatives of a row each."""
+    """Runs whose rows' names begin with one of ``rows``, without experts or 8 bits, as alternatives of a row each."""
     runs = [run for run in read(PUBLISHED, timed=False)[0] if run.row["row_id"].startswith(tuple(rows))]
     alternatives: dict[str, list[Run]] = {}
     for run in runs:

@@ -152,6 +152,14 @@ def test_microbatches(batches, layout, sizes):
     assert [(each.batch, each.microbatches) for each in batches.of(layout)] == sizes
 
 
+def test_some_stages_have_equally_many_layers_where_a_number_of_them_does():
+    def chunks(stages: int, layers: int) -> set[int]:
+        found = layouts(stages, Cluster.of("H100", nodes=stages), layers, pipelines=True)
+        return {each.chunks for each in found if each.stages == stages}
+
+    assert chunks(4, 12) == {1, 2, 3} and chunks(4, 20) == {1, 2, 4, 5} and chunks(4, 16) == {1, 2, 4}
+
+
 # -- estimates ---------------------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,7 @@ def _bring_forward(
     memory: Memory,
     ends: Callable[[fx.Node], bool],
 ) -> None:
-    """Put what comes after the wait, before the first node that ``ends`` it, and does not need the wait, before it."""
+    """Put what comes after the wait and does not need it before it, up to the first node that ``ends`` the search."""
     wait = wait_of(start)
     passed = [start, *_between(start, wait), wait]
     most, held = max(memory.live[each] for each in passed), 0

@@ -182,7 +182,8 @@ def _with_bias(product: fx.Node, bias: fx.Node) -> tuple[Any, tuple[Any, ...]] |
         return aten.addmm.default, (bias, *product.args)
     if product.target is aten.convolution.default and bias.target is aten.view.default:
         images, weight, _, *rest = product.args
-        return aten.convolution.default, (images, weight, bias.args[0], *rest)
+        if (vector := bias.args[0]).meta["val"].dim() == 1:  # else it was gathered
+            return aten.convolution.default, (images, weight, vector, *rest)
     return None  # it was reduced or moved
 
 

@@ -29,7 +29,6 @@ from shardgraph.passes.base import Context
 from shardgraph.passes.program import gradients_of
 from shardgraph.plans.plan import Plan
 
-
 MOST_COPIES = 2
 """Of what is updated together, beside the shards and gradients."""
 

@@ -57,7 +57,7 @@ _HIDDEN = 0.002
 """Computation hides all communication of which no more than this part of a step is exposed."""
 
 _FINALISTS = 3
-"""Layouts that fit, or cannot be priced, for each search at most if one fits, beside the best one of each preset."""
+"""If one fits, no more layouts are priced exactly once so many fit or cannot be priced, but the best of each preset."""
 
 _MATTERS = 1.02
 """If buckets for the cluster make the best layout so many times as fast, others are priced with them too. Vectors are

@@ -209,7 +209,8 @@ def _staged(stages: int, layers: int) -> Iterator[Layout]:
     if stages == 1:
         yield Layout()
         return
-    for chunks in (1, 2, 4):
+    evenly = [number for number in (2, 3, 5, 7) if layers % (stages * number) == 0]
+    for chunks in sorted({1, 2, 4, *evenly[:1]}):
         if stages * chunks <= layers:
             yield from (Layout(stages=stages, chunks=chunks, zero_bubble=zero) for zero in (False, True))
 
