@@ -232,13 +232,14 @@ def test_a_bias_is_added_by_its_product_unless_that_is_reduced_before(up, down, 
     plan = shardgraph.preset("tp", {"tp": 2})
     columns, rows = (replace(plan.parameters[0][1], placements=(split,)) for split in ("split(0)", "split(1)"))
     plan = replace(plan, parameters=(*plan.parameters, ("0.weight", columns), ("2.weight", rows)))
-    made = build_program(nn.Sequential(up, nn.GELU(), down), plan, (torch.randn(shape),))
+    model, x = nn.Sequential(up, nn.GELU(), down), torch.randn(shape)
+    made = build_program(model, plan, (x,))
     products = (aten.mm.default, aten.addmm.default, aten.convolution.default)
     first, second = (node for node in made.forward.graph.nodes if node.target in products)
     bias = [arg for arg in first.args if isinstance(arg, fx.Node) and arg.meta["val"].shape == (16,)]
     assert len(bias) == 1 and [arg.op for arg in bias] == ["placeholder"]
     assert [user.target for user in second.users] == [ir.ALL_REDUCE]
-    assert shardgraph.verify(nn.Sequential(up, nn.GELU(), down), (torch.randn(shape),), plan, fp64=True).ok
+    assert shardgraph.verify(model, (x,), plan, fp64=True).ok
 
 
 @pytest.mark.slow

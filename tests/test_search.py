@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -31,6 +32,19 @@ from tests.test_analysis import gpt2, llama, text
 from tests.zoo import Deep, make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
+
+
+def source_of(
+    ranks: int,
+    cluster: Cluster,
+    model: nn.Module,
+    args: tuple[torch.Tensor, ...] = (),
+    kwargs: Mapping[str, torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+) -> Source:
+    """What is searched for a call on so many ranks."""
+    mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=cluster)
+    return Source(Question.of(model, "auto", mesh_of, True, cluster=cluster).about(args, kwargs or {}, loss_fn))
 
 
 # -- presets -----------------------------------------------------------------------------------------------------------
@@ -108,9 +122,7 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
     """Estimates of memory may be too high, so what they say is a little too large is priced; once, if it is."""
     with torch.device("meta"):
         model, x = Deep(12), torch.zeros(8, 32)
-    cluster = Cluster.of("H100", nodes=8)
-    mesh_of = partial(resolve_axes, mesh={"dp": 64}, cluster=cluster)
-    source = Source(Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})).of_few_layers
+    source = source_of(64, Cluster.of("H100", nodes=8), model, (x,)).of_few_layers
     budget, asked = 100, []
 
     def exactly(source: Source, plan: Plan, budget: int, accumulated: int, whole: bool) -> Priced:
@@ -150,12 +162,10 @@ def test_the_cost_of_a_layer_is_what_one_more_layer_costs(name):
     """It is read off one program where nothing runs beside the computation, from the end of a layer to the next."""
     call = CALLS[name]()
     cluster = Cluster.of("H100", nodes=1)
-    mesh_of = partial(resolve_axes, mesh={"dp": 8}, cluster=cluster)
-    question = Question.of(call["model"], "auto", mesh_of, True, cluster=cluster)
-    question = question.about(call.get("example_inputs", ()), call.get("example_kwargs", {}), call.get("loss_fn"))
-    source = Source(question).of_few_layers
+    asked = call["model"], call.get("example_inputs", ()), call.get("example_kwargs", {}), call.get("loss_fn")
+    source = source_of(8, cluster, *asked).of_few_layers
     for recompute in ("none", "full"):
-        plan = replace(question.with_options(Layout(data="ddp").plan()), recompute=recompute, bucket=0)
+        plan = replace(source.question.with_options(Layout(data="ddp").plan()), recompute=recompute, bucket=0)
         costs, wholes = [], []
         for layers in (4, 5):
             program = program_of(source.at(source.depths, layers, plan), plan)
@@ -202,9 +212,7 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     cluster = toy_cluster(*draw.choice(((1, 8), (2, 4))), memory=16 * GIB)
     if devices < 8:
         cluster = toy_cluster(1, devices, memory=16 * GIB)
-    mesh_of = partial(resolve_axes, mesh={"dp": devices}, cluster=cluster)
-    question = Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})
-    source = Source(question)
+    source = source_of(devices, cluster, model, (x,))
     plain = shardgraph.analyze(model, (x,), "ddp", mesh={"dp": devices}, cluster=cluster)
     budget = int(plain.peak_memory * draw.choice((0.3, 0.5, 0.7, 0.9, 2.0)))
     batches = Batches(rows, total)
@@ -283,9 +291,7 @@ def test_plans_of_every_kind_of_layout_verify(name):
     if isinstance(model, Experts):
         args = (torch.randn(4, 16, 32),)
     cluster = toy_cluster(2, 4, memory=16 * GIB)
-    mesh_of = partial(resolve_axes, mesh={"dp": layout.ranks}, cluster=cluster)
-    question = Question.of(model, "auto", mesh_of, True, cluster=cluster).about(args, kwargs)
-    source = Source(question).of_few_layers
+    source = source_of(layout.ranks, cluster, model, args, kwargs).of_few_layers
     finals = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=True), 16 * GIB, float("inf"))
     finals.price_all([layout])
     (priced,) = finals.ranked()
@@ -299,8 +305,7 @@ def test_no_other_number_of_recomputed_layers_is_faster():
     with torch.device("meta"):
         model, x = Deep(8), torch.zeros(8, 32)
     cluster = toy_cluster(1, 2, memory=16 * GIB)
-    mesh_of = partial(resolve_axes, mesh={"dp": 2}, cluster=cluster)
-    source = Source(Question.of(model, "auto", mesh_of, True, cluster=cluster).about((x,), {})).of_few_layers
+    source = source_of(2, cluster, model, (x,)).of_few_layers
     every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB, float("inf"))
     layout = Layout(shard=2, batch=len(x))
     every.price_all([layout, replace(layout, recompute="full")])

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardgraph import ir
 from shardgraph.ir.attributes import MEMORY_KIND, REDUCES, ROLE
+from shardgraph.ir.buckets import pack
+from shardgraph.ir.rank_operations import pad_shard
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context
 from shardgraph.passes.schedule.memory import Memory, memory_of
@@ -54,15 +56,20 @@ _TINY = 0.001
 def compute_before_first(gm: fx.GraphModule, seconds: Mapping[fx.Node, float], memory: Memory) -> None:
     """Put what a graph's first gather is not needed for before its wait: nothing else can hide it.
 
-    That is what comes before the next wait: masks and positions, which need no parameter. Its bytes fit under the peak,
-    which they may raise by as little as ``_TINY``: gathered parameters are often all that a peak has.
+    That is what comes before the next wait and before what is copied for a later collective: masks and positions, which
+    need no parameter. Its bytes fit under the peak, which they may raise by as little as ``_TINY``: gathered parameters
+    are often all that a peak has.
     """
     first = next(ir.collectives(gm), None)
     if first is None or MEMORY_KIND.get(first) != "gathered":
         return
     hidden = sum(seconds[node] for node in _between(first, wait_of(first)) if not ir.is_started(node))
     raised = replace(memory, peak=int((1 + _TINY) * memory.peak))
-    _bring_forward(first, seconds[first] - hidden, seconds, raised, ir.is_wait)
+    _bring_forward(first, seconds[first] - hidden, seconds, raised, _waits_or_copies)
+
+
+def _waits_or_copies(node: fx.Node) -> bool:
+    return ir.is_wait(node) or node.target in (pack, pad_shard)
 
 
 def _is_of_operators(start: fx.Node) -> bool:

@@ -145,8 +145,7 @@ class Finals:
         self._expected = _DOUBT if self._deep else _DOUBT_OF_SMALL if small else _DOUBT_OF_FEW
         self._deadline = deadline
         self._priced: dict[Layout, Priced | None] = {}
-        self._guesses: dict[Layout, float] = {}
-        self._memories: dict[Layout, float] = {}
+        self._guesses: dict[Layout, Estimate] = {}
         self._in_buckets: dict[Layout, Priced] = {}
         self._refined: list[Priced] = []
         self.remarks: dict[str, None] = {}
@@ -154,7 +153,7 @@ class Finals:
 
     def price_best(self, estimated: Sequence[Estimated]) -> None:
         """Price the layouts with the best estimates."""
-        self._guesses |= {layout: per_sample((layout, guess)) for layout, guess in estimated}
+        self._guesses |= dict(estimated)
         if not self._deep:
             for layout, _ in estimated:
                 if layout.plain and layout.microbatches == 1 and not layout.offload:
@@ -171,7 +170,6 @@ class Finals:
             if best is not None and tried >= self._most and layout not in presets:
                 continue
             self._price(layout)
-            self._memories.setdefault(layout, guess.memory)
             asked += 1
             tried += (priced := self._priced[layout]) is None or priced.memory <= self._budget
         if self._best is None and fitting and not any(self._priced.values()):
@@ -184,7 +182,7 @@ class Finals:
         for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
             if self._best is not None or self._late():
                 break
-            self._guesses[layout], self._memories[layout] = per_sample((layout, guess)), guess.memory
+            self._guesses[layout] = guess
             self._price(layout)
         return math.inf if (best := self._best) is None else best.per_sample * self._doubt
 
@@ -258,7 +256,11 @@ class Finals:
     def _ratios(self) -> list[float]:
         """Estimates as parts of exact prices: of those in buckets for the cluster, where there are such."""
         exact = {layout: each for layout, each in self._priced.items() if each is not None} | self._in_buckets
-        return [self._guesses[layout] / each.per_sample for layout, each in exact.items() if layout in self._guesses]
+        return [self._guessed(layout) / each.per_sample for layout, each in exact.items() if layout in self._guesses]
+
+    def _guessed(self, layout: Layout) -> float:
+        """The estimated seconds per sample of a layout."""
+        return per_sample((layout, self._guesses[layout]))
 
     def _may_fit(self, layout: Layout, guess: Estimate) -> bool:
         """Whether the peak of a layout may be within the budget: of what an estimate of few layers has whole, as is
@@ -272,12 +274,14 @@ class Finals:
 
     def _is_too_large(self, layout: Layout, guess: Estimate) -> bool:
         """Whether a layout does not fit if its estimate is as far off as those of others like it, which were priced."""
+        if not self._deep:
+            return False
         off = [
-            each.memory / self._memories[other]
+            each.memory / self._guesses[other].memory
             for other, each in self._priced.items()
-            if each is not None and other in self._memories and _kind(other) == _kind(layout)
+            if each is not None and other in self._guesses and _kind(other) == _kind(layout)
         ]
-        return self._deep and bool(off) and guess.memory * min(off) > self._budget
+        return bool(off) and guess.memory * min(off) > self._budget
 
     def _has_fewer_calls(self, layout: Layout) -> bool:
         """Whether what fits has the same layout with fewer, larger calls in a step. These take no longer: an operation
@@ -338,7 +342,7 @@ class Finals:
             if other is None or other in self._priced or not other.mixed or self._late():
                 return
             if (again := self._estimates.again(other, self._machine)) is not None:
-                self._guesses[other] = per_sample((other, again))
+                self._guesses[other] = again
             self._price(other)
             if (found := self._priced[other]) is None:
                 return
@@ -372,8 +376,8 @@ class Finals:
         """Price layouts in buckets for the cluster that may then take less than so many seconds per sample: where these
         matter, prices in the buckets of named plans, which are equally large everywhere, do not tell which is best."""
         others = self._fitting.keys() & self._guesses.keys() - {best}
-        for layout in sorted(others, key=self._guesses.__getitem__):
-            if self._guesses[layout] > least * _DOUBT or self._late():
+        for layout in sorted(others, key=self._guessed):
+            if self._guessed(layout) > least * _DOUBT or self._late():
                 break
             if (merged := self._merged(layout)) is not None and merged.memory <= self._budget:
                 least = min(least, merged.per_sample)

@@ -32,9 +32,9 @@ class Symbolic:
     """The costs of one rank's step as sympy expressions in :attr:`batch`, :attr:`sequence` and :attr:`mesh`.
 
     Exact for every batch size and sequence length at which the model runs the same operations (a batch of 1 often
-    runs others), except for the allocator's rounding of each tensor and for what CPU kernels take for themselves; and
-    for mesh sizes that divide the rows of the same parameters as the present ones (other sizes add or remove a padding
-    copy, of one parameter at a time).
+    runs others), in the order that the present sizes are scheduled in, except for the allocator's rounding of each
+    tensor and for what CPU kernels take for themselves; and for mesh sizes that divide the rows of the same parameters
+    as the present ones (other sizes add or remove a padding copy, of one parameter at a time).
 
     ``peak_memory`` is in bytes, ``sent`` in bytes on the wire, ``compute``, ``optimizer`` and ``communication`` in
     seconds. Overlap has no expression: the step time is between :attr:`fastest` and :attr:`slowest`, and ``analyze``
