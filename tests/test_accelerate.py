@@ -71,6 +71,7 @@ def test_a_run_continues_from_its_saved_state(plan: str, then: str, optimizer: s
         )  # losses, and norms of every second
 
 
+@pytest.mark.slow
 def test_models_are_saved_whole(tmp_path: Path):
     first, second = on_ranks(accelerated.saves_models, args=(str(tmp_path),))
     names = [name for name, _ in accelerated.language_model().named_parameters()]
@@ -83,6 +84,7 @@ def test_models_are_saved_whole(tmp_path: Path):
         torch.testing.assert_close(weights, first["weights"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_original_can_be_called_while_parameters_are_whole():
     for generated, expected, sharded_again in on_ranks(accelerated.calls_the_original, args=(3,)):
         assert generated == expected and len(generated[0]) == 5

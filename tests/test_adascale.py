@@ -25,7 +25,7 @@ def test_gains_and_weights_are_those_of_the_paper_on_whole_gradients(plan):
     assert max(on_ranks(adascale.against_the_paper, 2, args=(plan, {"dp": 2}))) < EXACT
 
 
-@pytest.mark.quick("fsdp+tp+sp-mesh2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "mesh"),
     [

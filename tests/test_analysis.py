@@ -49,6 +49,7 @@ def fsdp() -> shardgraph.Analysis:
     return shardgraph.analyze(llama(2), plan="fsdp", example_kwargs=text(), mesh={"dp": 4}, cluster=toy_cluster())
 
 
+@pytest.mark.slow
 def test_views_cost_what_the_device_says_they_cost_the_host(fsdp):
     cluster = fsdp.cluster
     slow = replace(cluster, device=replace(cluster.device, rates={**cluster.device.rates, "view": Rate(1.0, 1.0)}))
@@ -260,6 +261,7 @@ def test_so_are_those_of_a_llama(monkeypatch):
     _assert_equal(*_folded_and_whole(monkeypatch, model, {"example_kwargs": text(1, 128)}, 1, {"dp": 512}, "fsdp"))
 
 
+@pytest.mark.slow
 def test_so_are_those_whose_small_shards_fall_otherwise_into_what_is_updated_together(monkeypatch):
     with torch.device("meta"):
         model, call = Wide(40), {"example_inputs": (torch.zeros(2**17, 2048),)}

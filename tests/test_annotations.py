@@ -157,6 +157,7 @@ def test_an_output_and_its_gradient_lie_as_annotated_at_every_call_of_the_module
     check(model, args)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_a_tuple_is_named_by_its_number():
     model, args = net()
     annotate(model, {"part": [output(shard(2, "tp"), at=1), output(replicate())]})
@@ -173,6 +174,7 @@ def test_an_input_lies_as_annotated(at):
     check(model, args)
 
 
+@pytest.mark.slow
 def test_an_input_that_is_a_keyword_argument_is_named():
     model, args = net()
     annotate(model, {"part": input(shard(0, "tp"), at="scale")})
@@ -325,6 +327,7 @@ def test_recomputed_layers_with_dropout_equal_the_unsharded_model(plan, mesh):
     check(model, args, plan, mesh)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_not_drawn_again():
     model, (args, _) = make("tied-transformer", 4)
     annotate(model, {"": recompute()})
@@ -428,6 +431,7 @@ def test_every_kind_is_in_the_plan_prints_and_round_trips():
         assert parse(str(annotation)) == annotation
 
 
+@pytest.mark.slow
 def test_a_plan_carries_its_annotations_to_a_model_without():
     model, args = net()
     annotate(model, EVERY)

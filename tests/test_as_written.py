@@ -118,7 +118,7 @@ def test_a_method_may_be_registered_as_with_fsdp2():
     assert max(on_ranks(as_written.registered_as_with_fsdp2, args=("fsdp",))) < EXACT
 
 
-@pytest.mark.quick("llama-fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp", "tp"])
 @pytest.mark.parametrize("name", as_written.LANGUAGE)
 def test_models_of_transformers_generate_resize_and_save(name, plan, tmp_path):

@@ -53,7 +53,7 @@ def test_training_is_equal_and_proved_without_a_collective_along_it(plan):
     assert bool(groups(program)) == any(size > 1 for size in mesh.values())
 
 
-@pytest.mark.quick("fsdp+ep")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"ep": 1}, {"dp": 2, "ep": 1}], ids=["ep", "fsdp+ep"])
 def test_experts_of_one_rank_are_exchanged_with_no_other(mesh):
     module, (args, kwargs) = make("mixture", 2)

@@ -466,7 +466,7 @@ def test_a_step_with_its_loss_in_the_program_sets_attributes_too():
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.quick("ddp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])
 def test_attributes_on_ranks_are_of_each_ranks_batch_and_buffers_the_mean(plan):
     for differences in on_ranks(ranks.attributes, args=(plan,)):
@@ -489,6 +489,7 @@ def test_state_that_the_next_call_takes_another_way_for_is_verified_for_one_step
     assert report.ok, report
 
 
+@pytest.mark.slow
 def test_attributes_of_a_call_are_refused_by_their_line_with_a_pipeline():
     pipeline = shardgraph.Pipeline(stages=("1",), schedule="looped-bfs", microbatches=2)
     with pytest.raises(shardgraph.PlanError, match=r"sets the attribute '1\.\w+' of the model at .*two_heads\.py:\d+"):

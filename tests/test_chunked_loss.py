@@ -187,7 +187,7 @@ def test_without_gradients_the_loss_is_in_chunks_too():
 # -- under every plan ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("gpt2-fsdp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan", "mesh"),
     [
@@ -275,6 +275,7 @@ def test_scores_that_the_model_returns_stay_and_a_note_says_how_they_need_not():
     assert program.text == build_program(model, preset("single", {}), (), kwargs).text
 
 
+@pytest.mark.slow
 def test_train_step_wants_the_loss_alone_so_that_a_model_which_returns_its_scores_is_chunked():
     model, (_, kwargs) = make("llama", 4)
     expected = copy.deepcopy(model)(**kwargs).loss

@@ -266,6 +266,7 @@ def test_a_warning_is_told_without_a_line_of_code(monkeypatch: pytest.MonkeyPatc
     assert run("explain", plan_file).stderr == "shardgraph: too small\n"
 
 
+@pytest.mark.slow
 def test_shells_complete_commands_and_values() -> None:
     def completed(*words: str) -> list[str]:
         environment = os.environ | {
@@ -429,6 +430,7 @@ def test_analyze_predicts_memory_and_time() -> None:
     assert (summary["mesh"], summary["samples"], summary["fits"]) == ({"dp": 8}, 32, True)
 
 
+@pytest.mark.slow
 def test_analyze_ends_with_1_if_it_does_not_fit() -> None:
     large = ["llama", "--set", "num_hidden_layers=2", "--set", "hidden_size=65536", "--set", "intermediate_size=400000"]
     done = run("analyze", *large, "--plan", "ddp", "--mesh", "dp=2", "--cluster", "H100", "--sequence", "8")
@@ -494,6 +496,7 @@ def test_front_compares_numbers_of_devices() -> None:
     assert done.exit_code == 2 and "8,16,32" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_if_shows_other_conditions(plan_file: Path) -> None:
     job = ["what-if", plan_file, "--model", f"{HERE}:mlp", "--cluster", "H100"]
     changed = answer(*job, "--network", "0.5")
@@ -745,6 +748,7 @@ def test_two_candidates_alike_are_two_lines(searched: tuple[Path, str]) -> None:
     assert _text(twice).count(f"  {plan.considered[1].name} ") == 2
 
 
+@pytest.mark.slow
 def test_what_is_said_of_an_axis_is_said_of_the_layouts_that_have_it(tmp_path: Path) -> None:
     path, shown = search_for(1024, tmp_path / "plan.yaml")  # a batch for which it is better to divide that
     plan = Plan.load(path)

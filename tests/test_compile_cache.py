@@ -146,7 +146,7 @@ def records(program):
     return context, program.parameters, program.actions, program.shapes
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "zero2+tp"])
 def test_a_program_read_from_disk_is_the_lowered_one_node_for_node(plan, made):
     first, second = program(plan, llama), program(plan, llama)
@@ -257,6 +257,7 @@ def test_a_changed_model_is_captured(change, captured):
     assert len(captured) == 2
 
 
+@pytest.mark.slow
 def test_another_call_is_captured(captured, monkeypatch):
     x = torch.zeros(2, 4)
     joint(Scaled(), x)

@@ -139,6 +139,7 @@ def test_queries_of_one_sequence_see_the_keys_of_another():
     check(module, (X, None, other), cp=2)
 
 
+@pytest.mark.slow
 def test_half_precision_is_summed_in_single():
     torch.manual_seed(0)
     module = Attention(is_causal=True).bfloat16()
@@ -227,7 +228,7 @@ def test_only_one_axis_makes_a_ring(causal):
     check(OneHead(causal), (torch.randn(4, 16, WIDTH),), "cp+tp", cp=2, tp=2)
 
 
-@pytest.mark.quick("position_ids")
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["position_ids", "attention_mask"])
 def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
     module, args, kwargs = call_of("llama")

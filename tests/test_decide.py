@@ -97,6 +97,7 @@ def test_a_verification_captures_a_call_once(traced, options):
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 def test_another_mode_is_another_capture(traced):
     model = Deep(2)
     sharded = shardgraph.compile(model, "single", example_inputs=X)
@@ -116,6 +117,7 @@ def test_a_pipeline_compiles_from_inputs_without_values():
 # -- one decision ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_takes_auto_and_says_what_it_chose_among():
     report = shardgraph.verify(Deep(2), X, "auto", world_size=4, cluster=toy_cluster(), fp64=True)
     assert report.ok, report

@@ -24,6 +24,7 @@ from tests.standing import on_ranks
 from tests.test_offload import Wide, trained
 
 
+@pytest.mark.slow
 def test_parameters_on_disk_take_no_memory_and_train_the_same(tmp_path):
     losses, meter, program = trained(Offload(parameters=True, disk=tmp_path))
     assert losses == trained(None, fused=True)[0]

@@ -206,6 +206,7 @@ def test_files_are_clean_and_name_what_they_use(plan: str, tmp_path: Path) -> No
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.slow
 def test_each_collective_says_what_it_moves_and_for_which_line(tmp_path: Path) -> None:
     lines = _text(tmp_path).split("# -- the model")[1].split("# -- training")[0].splitlines()
     calls = [i for i, line in enumerate(lines) if "all_gather(" in line or "reduce_scatter(" in line]
@@ -236,6 +237,7 @@ def test_a_compiled_module_writes_its_latest_training_step(tmp_path: Path) -> No
     assert "def block_forward" in (tmp_path / "program.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_an_edited_program_is_not_overwritten(tmp_path: Path) -> None:
     model, args, _ = gpt()
     sharded = shardgraph.compile(model, "single")
@@ -333,6 +335,7 @@ def test_the_batch_of_the_example_is_beside_the_program(tmp_path: Path) -> None:
     assert not torch.equal(batch_of(batch["ids"], 0), batch_of(batch["ids"], 1))
 
 
+@pytest.mark.slow
 def test_the_command_says_how_to_train(tmp_path: Path) -> None:
     from tests.test_cli import GPT2, run
 

@@ -156,6 +156,7 @@ def rounds_of_switches() -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_programs_that_send_the_same_switch_without_a_round_and_others_are_agreed_on():
     for rounds in on_ranks(rounds_of_switches):
         # What the first sends is agreed on, then the order in which it does. The other three send the same, and each

@@ -95,13 +95,13 @@ def of_even_length(batch: int):
     return model, ((), {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.quick("ep+cp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", TOGETHER)
 def test_experts_are_divided_together_with_operators_and_sequences(plan):
     check(*of_even_length(4), plan, TOGETHER[plan])
 
 
-@pytest.mark.quick("a single one")
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 2)], ids=["some experts", "a single one"])
 def test_operators_divide_what_a_rank_has_of_the_experts(ranks, dim):
     made = program(*of_even_length(2), "ep+tp", {"ep": ranks, "tp": 2})
@@ -115,6 +115,7 @@ def test_an_axis_of_operators_outside_that_of_experts_is_refused():
         shardgraph.preset("ep+tp", {"tp": 2, "ep": 2})
 
 
+@pytest.mark.slow
 def test_four_ranks_with_an_expert_each_equal_the_unsharded_model():
     check(*make("mixture", 8), "ep", {"ep": 4})
 
@@ -388,6 +389,7 @@ def test_experts_that_are_picked_by_index_are_gathered_along_an_axis_of_experts_
         program(*call, "ep", {"ep": 2})
 
 
+@pytest.mark.slow
 def test_mixtral_with_the_loss_of_its_router_is_captured():
     torch.manual_seed(0)
     module, call = mixtral(4)

@@ -45,6 +45,7 @@ def no_other_ranks() -> None:
     standing.end_all()
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_told_to_the_others_by_name_and_by_what_it_was_doing() -> None:
     outcome = run(STOPPED)
     assert not outcome.problem and outcome.took < LIMIT
@@ -81,6 +82,7 @@ def test_a_rank_that_leaves_out_a_collective_is_told_with_the_places_of_both(cas
     assert "rank 1 is in waiting for all ranks at step 2 of the checkpoint" in outcome.output
 
 
+@pytest.mark.slow
 def test_a_connection_cut_between_two_ranks_is_told_with_the_ranks_that_communicated() -> None:
     outcome = run(CUT)
     assert not outcome.problem and outcome.took < LIMIT

@@ -35,7 +35,7 @@ def check(found: list[list[Found]], what: str) -> None:
             assert worst < 1e-6 * clipping.MAX_NORM, where
 
 
-@pytest.mark.quick("data")
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     "cases",

@@ -187,6 +187,7 @@ def test_a_rank_that_is_killed_while_the_process_group_is_made_is_named_within_s
     assert ended.stdout.startswith("(1,) True rank 1 of 3 was killed by SIGKILL"), ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_reported_with_its_signal() -> None:
     started = time.monotonic()
     with pytest.raises(LaunchError, match="rank 1 of 2 was killed by SIGKILL"):
@@ -195,6 +196,7 @@ def test_a_killed_rank_ends_the_others_and_is_reported_with_its_signal() -> None
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_run_over_its_time_is_ended_and_names_the_rank_that_still_ran(tmp_path: Path) -> None:
     # A busy machine may not have started rank 0 by then.
     with pytest.raises(LaunchError, match=r"^ranks? (0, )?1 of 2 still ran after 5 s"):
@@ -202,6 +204,7 @@ def test_a_run_over_its_time_is_ended_and_names_the_rank_that_still_ran(tmp_path
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
     code = f"import test_launch as t; t.launch(t.write_pid_and_wait, 1, args=({str(tmp_path)!r},))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

@@ -301,7 +301,7 @@ def test_a_copy_pads_as_well():
     assert sharded(x(2, 5, 4)).shape == (2, 5, 4) and sharded.program.joint.rows == 2
 
 
-@pytest.mark.quick("ddp-tokens")
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "weight"), [("fsdp", "ranks"), ("ddp", "tokens"), ("tp", "ranks"), ("pp", "ranks")])
 def test_ranks_pad_the_lengths_of_their_own_batches(plan, weight):
     pipeline = Pipeline(microbatches=2, stages=("layers.2",)) if plan == "pp" else None

@@ -57,6 +57,7 @@ def test_a_run_continues_from_its_checkpoint_under_another_strategy_too(first, s
         close(weights["heads.1.weight"], all_weights["heads.1.weight"], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_checkpoint_loads_into_the_module_without_a_trainer(tmp_path):
     assert on_ranks(lightened.saved_is_plain, args=(str(tmp_path),)) == [[], []]

@@ -47,6 +47,7 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all_stages():
     assert not first[0][1] and any(changed for _, changed, _ in first)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("plan", "mesh"), [("pp", {"pp": 2})])
 def test_a_scaled_step_of_a_pipeline_has_the_gradients_of_the_plain_one_once_unscaled(plan, mesh):

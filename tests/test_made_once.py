@@ -42,6 +42,7 @@ def test_a_model_that_cannot_be_captured_is_refused_on_every_rank():
     assert on_ranks(made_once.refused) == ["CaptureError", "CaptureError"]
 
 
+@pytest.mark.slow
 def test_when_the_rank_that_captures_ends_the_others_are_told(tmp_path):
     with pytest.raises(LaunchError, match=r"rank \d of 2 ended with exit code 3"):
         shardgraph.launch(made_once.ends_while_capturing, 2, args=(str(tmp_path),), timeout=60)

@@ -157,6 +157,7 @@ def test_one_rank_draws_the_dropout_of_the_original():
     torch.testing.assert_close(mine, model(*args))
 
 
+@pytest.mark.slow
 def test_eval_and_frozen_parameters_get_programs_of_their_own():
     model, (args, _) = make("tied-transformer", 2)
     sharded = shardgraph.compile(copy.deepcopy(model), "single")

@@ -131,11 +131,13 @@ def test_what_is_replicated_is_compared_under_every_plan(plan, mesh, told):
     raise AssertionError(found)
 
 
+@pytest.mark.slow
 def test_what_has_no_replica_is_said_to_be_unseen():
     for told in on_ranks(numeric_faults.compared, 2, args=("fsdp", {"dp": 2}, "parameter", None)):
         assert "6 parameters have none" in told
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_by_themselves_every_few_calls():
     assert on_ranks(numeric_faults.watched, 2, args=("ddp", {"dp": 2}, 4)) == [4, 4]
     assert on_ranks(numeric_faults.watched, 2, args=("ddp", {"dp": 2}, 0)) == [None, None]

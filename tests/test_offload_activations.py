@@ -93,7 +93,7 @@ def test_a_model_trains_like_the_unsharded_one(name, plan, mesh, more):
     assert report.ok and report.plan.offload.activations, str(report)
 
 
-@pytest.mark.quick("pipeline1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pipeline", [Pipeline(4, "gpipe"), Pipeline(4, "zbv"), Pipeline(4, "1f1b", checkpoint="always")]
 )

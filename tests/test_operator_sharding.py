@@ -99,6 +99,7 @@ def test_heads_that_do_not_divide_are_right(tp):
     check("tied-transformer", "tp+sp", {"tp": tp})  # two heads; four of three layers' dimensions do not divide by 3
 
 
+@pytest.mark.slow
 def test_fewer_heads_of_keys_than_ranks_are_right():
     check("llama", "tp", {"tp": 4})  # four query heads share two of keys and values
 
@@ -259,6 +260,7 @@ def test_a_fused_projection_is_cut_in_its_three_blocks():
     assert fused["transformer.h.0.attn.c_attn.weight"].placements == ("split(1, blocks=3)",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_memory_of_matrices_falls_by_the_degree(degree):
     whole, split = program("single", 2, 1), program("tp", 2, degree)

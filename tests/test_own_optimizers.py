@@ -65,6 +65,7 @@ def test_numbers_that_a_step_reads_of_shards_are_those_of_whole_tensors(plan, ra
     assert max(on_ranks(own_optimizers.of_numbers, ranks, args=(plan,))) < 1e-12
 
 
+@pytest.mark.slow
 def test_state_is_that_of_plain_torch_and_goes_on_from_what_was_loaded():
     for errors in on_ranks(own_optimizers.after_loading, 2):
         assert {name: error for name, error in errors.items() if error} == {}

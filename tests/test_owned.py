@@ -84,6 +84,7 @@ def test_consolidation_holds_the_state_once_and_only_on_the_recipient():
     assert elsewhere < slack
 
 
+@pytest.mark.slow
 def test_updates_sent_in_float16_are_the_same_on_every_rank():
     for left, is_half in on_ranks(owned.rounded, 2):
         assert left == 0.0 and is_half
@@ -99,6 +100,7 @@ def test_the_state_of_a_module_is_of_plain_whole_tensors_under_fairscales_names(
         assert plain and left == 0.0
 
 
+@pytest.mark.slow
 def test_adascale_over_a_sharded_optimizer_is_that_over_the_plain_one():
     for pairs in on_ranks(owned.with_adascale, 2):
         assert len(pairs) == 4

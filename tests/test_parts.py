@@ -41,6 +41,7 @@ def run(tmp_path: Path) -> Run:
     return ran
 
 
+@pytest.mark.slow
 def test_all_parts_are_all_tests_and_each_is_in_one(run: Run) -> None:
     parts = [run("--part", f"{part}/3")[1] for part in (1, 2, 3)]
     assert parts == [[0, 3, 6], [1, 4], [2, 5]]

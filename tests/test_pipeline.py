@@ -77,6 +77,7 @@ def test_four_ranks_with_a_smaller_last_microbatch():
     assert max(errors("tied-transformer", "pp", {"pp": 4}, [Pipeline(4, "1f1b")], rows=7)) < 1e-6
 
 
+@pytest.mark.slow
 def test_steps_under_no_sync_are_added_up_and_reduced_once():
     found = on_ranks(pipelines.accumulated, 4, args=("tied-transformer", Pipeline(2, "1f1b")))
     assert max(found) < 1e-6
@@ -86,6 +87,7 @@ def test_gradients_that_share_memory_are_not_added_to_in_place():
     assert max(on_ranks(pipelines.shared_gradients_error, 2)) < 1e-12
 
 
+@pytest.mark.slow
 def test_running_statistics_are_those_of_the_whole_batch():
     found = on_ranks(pipelines.running_statistics, 2, args=(Pipeline(4, "1f1b", stages=("2",)),))
     assert max(found) < 1e-5
@@ -94,7 +96,7 @@ def test_running_statistics_are_those_of_the_whole_batch():
 # -- forward alone ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("zbv")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_outputs_in_eval_mode_are_on_every_rank(schedule):
     assert max(on_ranks(pipelines.outputs_in_eval, 2, args=("tied-transformer", Pipeline(4, schedule)))) < 1e-12

@@ -38,6 +38,7 @@ def test_more_microbatches_make_smaller_bubbles_and_gpipe_holds_them_all():
     assert gpipe.peak(0) > many.peak(0) + 4 * many.stages[0].cost.saved
 
 
+@pytest.mark.slow
 def test_recomputed_stages_save_what_they_are_given_and_take_longer():
     kept, again = (
         analysis(2, 2, Pipeline(4, checkpoint=each, stages=("transformer.h.1",))) for each in ("never", "always")
@@ -53,6 +54,7 @@ def test_states_of_a_stage_are_sharded_over_the_axes_beside_the_pipeline():
         assert other.state["optimizer state"] == pytest.approx(one.state["optimizer state"] / 2, rel=0.05)
 
 
+@pytest.mark.slow
 def test_states_of_a_stage_are_stored_in_full_precision_where_it_computes_in_less():
     half = preset("pp", {"pp": 2}, Pipeline(4, stages=("transformer.h.1",)))
     given = {"example_kwargs": text(8), "cluster": toy_cluster()}
@@ -101,7 +103,7 @@ def test_the_picture_has_the_plan_and_the_schedule(tmp_path):
     assert "gradients of weights" in drawn
 
 
-@pytest.mark.quick("zbv-5000")
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("schedule", "vocabulary"),

@@ -87,7 +87,7 @@ def step(pipeline: Pipeline, loss_fn: Callable[..., torch.Tensor], target: torch
             optimizer.zero_grad()
 
 
-@pytest.mark.quick("*-one without a token")
+@pytest.mark.quick("[!ad]*-one without a token", "a [mdp]*-one without a token")
 @pytest.mark.parametrize("microbatches", [2, 4, 6], ids=["equal", "of 2, 2, 1 and 1 rows", "one without a token"])
 @pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
 def test_a_step_is_that_of_the_undivided_batch(loss_fn, microbatches):
@@ -135,6 +135,7 @@ def test_a_loss_that_does_not_follow_from_those_of_microbatches_is_refused_by_it
     assert "test_pipeline_loss.py:" in str(raised.value)
 
 
+@pytest.mark.quick("similarities of rows", "a division of each row")
 @pytest.mark.parametrize("loss_fn", [loss_fn for loss_fn, _ in REFUSED.values()], ids=REFUSED)
 def test_it_is_refused_in_microbatches_of_one_row_too(loss_fn):
     pipeline = Pipeline(schedule="looped-bfs", stages=("1",), microbatches=len(TOKENS))
@@ -192,6 +193,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.quick("*-4")
 @pytest.mark.parametrize("microbatches", [3, 4, 6])
 @pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS)
 def test_outputs_in_eval_mode_are_those_of_the_undivided_batch(outputs, microbatches):

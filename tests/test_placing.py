@@ -46,6 +46,7 @@ def text(joint: JointGraph, wanted: Plan) -> str:
     return lower(joint, place_operators(joint, wanted, SHAPES), SHAPES).text
 
 
+@pytest.mark.slow
 def test_a_decided_plan_is_lowered_with_what_was_placed_for_the_decision(placed):
     text(fresh(), plan("fsdp+tp"))
     assert placed == [2]

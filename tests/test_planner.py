@@ -110,6 +110,7 @@ def test_every_layout_is_a_plan_that_can_be():
     assert schedules == {"1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"}
 
 
+@pytest.mark.slow
 def test_what_is_annotated_stays_so():
     model, (args, kwargs) = make("tied-transformer", 2)
     shardgraph.annotate(model, {"**.weight": shardgraph.replicate()})

@@ -160,7 +160,7 @@ def test_tokens_counted_on_one_rank_of_a_divided_sequence(monkeypatch):
 # -- auxiliary losses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 0.5])
 def test_an_auxiliary_loss_scaled_by_a_parallel_degree(after_pass, factor):
     """Megatron-LM pull requests 3769 (smaller by the data ranks), 5047 (dependent on the degree of tp), and 7452,
@@ -418,6 +418,7 @@ def test_a_gradient_that_is_summed_twice_is_not_proved(monkeypatch):
     assert [each.what for each in prove(block_under("tp")).wrong] == [str(ir.Gradient(ir.Parameter("0.weight")))]
 
 
+@pytest.mark.slow
 def test_equal_random_numbers_for_the_parts_of_an_activation_are_not_proved(monkeypatch):
     """The class above: what a rank draws for its part is not its part of what the model draws."""
     monkeypatch.setitem(LOWERINGS, "dropout", own_mask)

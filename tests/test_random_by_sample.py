@@ -88,6 +88,7 @@ def test_losses_with_dropout_are_those_of_the_original(plan, ranks):
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_one_process_draws_what_the_original_draws():
     assert _train("single", 2)[0] == pytest.approx(_original(2), rel=1e-6)
 

@@ -90,7 +90,7 @@ def computed_again(program: Program) -> set[str]:
 # -- by name -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("full-fsdp+tp+sp-mesh2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "plan", "mesh"),
     [("full", "ddp", DP), ("selective", "fsdp", DP), ("full", "fsdp+tp+sp", BOTH), ("selective", "tp", TP)],
@@ -260,6 +260,7 @@ def test_the_smallest_choice_trains_like_the_unsharded_model(name, plan, mesh):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_verify_finds_the_recomputation_for_the_memory():
     everything = shardgraph.analyze(Deep(), (rows(ROWS // 2),), "fsdp", mesh=DP).peak_memory
     report = shardgraph.verify(Deep(), (rows(),), "fsdp", memory=everything - 1, steps=2)
@@ -345,6 +346,7 @@ def test_a_plan_that_says_what_is_computed_again_is_only_held_against_the_memory
     assert shardgraph.compile(Deep(), "single", **given, memory="1 GiB").plan.recompute == "none"
 
 
+@pytest.mark.slow
 def test_what_other_options_come_to_is_told_where_no_recomputation_fits():
     with pytest.raises(PlanError) as error:
         shardgraph.analyze(Deep(), (rows(),), "fsdp", mesh={"dp": 2}, cluster="H100", memory="1 KiB")

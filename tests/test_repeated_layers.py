@@ -249,6 +249,7 @@ def test_the_forward_alone_is_the_one_of_the_whole_model():
         assert few is not None and written(few.module) == written(of_whole(case).module)
 
 
+@pytest.mark.slow
 def test_in_mixed_precision_it_is_the_one_of_the_whole_model():
     case, precision = REPEATED["blocks"](), Precision(parameters="bfloat16")
     few = of_few(case, precision)

@@ -40,7 +40,7 @@ def test_the_losses_of_a_job_that_goes_on_on_half_the_ranks_are_those_of_one_tha
         assert losses == pytest.approx(whole[3:], rel=1e-5)
 
 
-@pytest.mark.quick("ddp")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_calls_that_add_to_gradients_hold_them(name):
     for calls in (1, 2):

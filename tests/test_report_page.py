@@ -328,6 +328,7 @@ def test_of_a_deep_model_few_layers_are_looked_at_and_it_says_so(tmp_path):
     assert "Looked at 7 of 12 layers" in shardgraph.visualize(deep, tmp_path / "deep.html").read_text()
 
 
+@pytest.mark.slow
 def test_of_a_pipeline_what_lies_in_several_stages_is_found(tmp_path):
     model, ids = Tied(), torch.zeros(4, 3, dtype=torch.long)
     call = {"loss_fn": lambda out, target: out.square().mean(), "example_kwargs": {"target": ids}}
@@ -363,6 +364,7 @@ def test_of_a_pipeline_modules_are_told_to_be_those_of_a_microbatch_in_all_stage
     page.close()
 
 
+@pytest.mark.slow
 def test_it_has_the_plans_that_were_compared_and_the_yaml(tmp_path):
     plan = shardgraph.plan(Net(), INPUTS, cluster=toy_cluster(devices_per_node=2), devices=2)
     path = shardgraph.visualize(plan, tmp_path / "report.html", model=Net(), example_inputs=INPUTS)

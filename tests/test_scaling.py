@@ -54,6 +54,7 @@ def test_a_step_of_fsdp_grows_with_the_logarithm_of_the_nodes_beyond() -> None:
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=0.25, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_recomputation_never_raises_mfu_nor_lowers_hfu_below_it() -> None:
     found = {each: analysis(mesh={"dp": 8}, recompute=each) for each in ("none", "selective", "full")}
     assert found["none"].mfu == found["none"].hfu
@@ -76,6 +77,7 @@ def test_no_plan_attains_more_than_the_peak(plan: str) -> None:
     assert 0 < analysis(plan, mesh={"dp": 8}).mfu < 1
 
 
+@pytest.mark.slow
 def test_a_slower_network_makes_no_step_faster_and_slows_the_one_that_gathers_most() -> None:
     times = {
         plan: [seconds(plan, mesh={"dp": 32}, cluster=Cluster.of("H100", 4, network=at)) for at in (4e9, 12e9, 47e9)]

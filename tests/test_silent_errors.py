@@ -89,6 +89,7 @@ def test_eight_ranks_for_four_heads_are_right(plan):
     check(model, plan, {"tp": 8}, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_one_row_for_each_rank_is_enough():
     model, (_, kwargs) = make("gpt2", 2)
     check(model, "fsdp+tp", {"dp": 2, "tp": 2}, **kwargs)

@@ -80,6 +80,7 @@ def test_stages_are_divided_further_under_every_other_plan(plan, mesh):
     verified("gpt2", plan, mesh, Pipeline(2, checkpoint="always")).raise_if_failed()
 
 
+@pytest.mark.slow
 def test_the_last_microbatch_may_be_smaller():
     verified("odd-mlp", "pp", {"pp": 2}, Pipeline(4), rows=7).raise_if_failed()
 
@@ -156,6 +157,7 @@ def test_skip_connections_are_handed_on_through_the_stages_between():
     assert (2, 4, 8, 8) in passed[0] & passed[1]
 
 
+@pytest.mark.slow
 def test_parameters_of_a_tied_layer_are_in_both_stages_and_their_gradient_in_parts():
     program = cut(gpt2(2), text(2), "pp", {"pp": 2}, Pipeline(2, stages=("transformer.h.1",)))
     assert program.owners["transformer.wte.weight"] == (0, 1)
@@ -262,6 +264,7 @@ def test_a_stage_that_begins_with_no_module_names_the_nearest():
         cut(gpt2(2), text(2), "pp", {"pp": 2}, Pipeline(2, stages=("transformer.h.9",)))
 
 
+@pytest.mark.slow
 def test_stages_out_of_order_are_refused():
     with pytest.raises(PlanError, match=r"'transformer.h.0' would be empty or before"):
         cut(gpt2(2), text(2), "pp", {"pp": 3}, Pipeline(3, stages=("transformer.h.1", "transformer.h.0")))
@@ -296,6 +299,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads_is_refused():
         lower(joint, plan, named_shapes(Counter()))
 
 
+@pytest.mark.slow
 def test_a_balance_that_does_not_add_up_is_refused():
     joint = capture(gpt2(3), (), text(2), device=torch.device("cpu"))
     with pytest.raises(PlanError, match=r"balance \[1, 1\] gives 2 layers to 2 stages, and the model has 3"):

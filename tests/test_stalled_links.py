@@ -119,6 +119,7 @@ def _looks(computes: bool) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computes", [False, True])
 def test_a_rank_is_still_while_it_neither_communicates_nor_computes(computes: bool) -> None:
     looks, _ = standing.on_ranks(_looks, args=(computes,))

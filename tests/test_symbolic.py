@@ -81,6 +81,7 @@ def test_seconds_of_computation_are_exact_on_the_present_mesh(llama_costs):
     assert llama_costs.at(**sizes)["compute"] == pytest.approx(of_llama(**sizes).time.compute)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_may_be_asked_for_more():
     assert of_words(batch=1).max_batch("100KiB") == of_words(batch=3).max_batch("100KiB")
 
@@ -153,7 +154,7 @@ class Positions(nn.Module):
         return (self.words(ids) + self.positions(torch.arange(ids.shape[1]))).sum()
 
 
-@pytest.mark.quick("model1-13")
+@pytest.mark.slow
 @pytest.mark.parametrize("model, limit", [(Positions(), 20), (Positions(most=13), 13)])
 def test_the_longest_sequence_is_at_most_what_the_model_itself_takes(model, limit):
     ids = torch.zeros(2, 8, dtype=torch.long)

@@ -51,6 +51,7 @@ def test_it_resumes_from_a_checkpoint_again_and_under_other_plans(plan: str, the
                 assert other == pytest.approx(entry, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_model_it_saves_is_the_one_it_trained(tmp_path: Path):
     (weights, generated, kind), other = on_ranks(trained.saves_and_generates, args=(str(tmp_path),))
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "saved")

@@ -44,6 +44,7 @@ def test_hybrid_sharding_on_four_ranks():
         assert worst < EXACT
 
 
+@pytest.mark.slow
 def test_three_ranks_with_shards_of_different_lengths():
     for worst in shardgraph.launch(ranks.parity, 3, args=("odd-mlp", "fsdp", None)):
         assert worst < EXACT

@@ -30,7 +30,7 @@ def test_ranks_with_unlike_batches_train_under_hybrid_sharding():
         assert max(errors.values()) < EXACT, errors
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_losses_of_unlike_batches_may_count_by_their_elements(plan):
     assert max(on_ranks(uneven.weighted_by_rows, 2, args=(plan,))) < EXACT
@@ -91,6 +91,7 @@ def test_an_error_of_the_rank_that_compiles_alone_is_told_on_the_others():
     assert seconds < AT_ONCE
 
 
+@pytest.mark.slow
 def test_a_rank_that_evaluates_while_others_train_is_told_at_once():
     for told, seconds in shardgraph.launch(uneven.one_rank_evaluates, 2, args=("fsdp",), timeout=90):
         assert "RankMismatchError" in told and "-gradients on" in told and "+gradients off" in told, told
@@ -124,6 +125,7 @@ def test_a_rank_without_data_follows_training_and_evaluation_of_a_batch_norm(pla
         assert error < EXACT and apart == 0.0
 
 
+@pytest.mark.slow
 def test_a_rank_without_data_follows_mixed_precision():
     first, second = on_ranks(uneven.half_precision_beside)
     assert first == second
@@ -148,6 +150,7 @@ def test_join_is_refused_where_ranks_share_batches_and_stops_where_it_is_asked_t
         assert told["as written"].startswith("Linear, which runs as it is written, communicates")
 
 
+@pytest.mark.slow
 def test_what_is_accumulated_of_other_parameters_inside_of_join_is_told_on_the_rank_that_has_it():
     with pytest.raises(shardgraph.LaunchError, match=r"none of \['first\.bias', 'first\.weight'\].*end no_sync\(\)"):
         shardgraph.launch(uneven.left_over, 2, timeout=90)

@@ -35,7 +35,7 @@ def test_kernels_that_inductor_compiles_read_parameters_before_they_change():
         assert {name: error for name, error in errors.items() if not error < 1e-9} == {}
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["fsdp", "ddp"])  # under zero2 the peak is before backward, of all parameters
 def test_gradients_are_freed_in_backward_as_predicted(plan):
     for found in on_ranks(early_updates.peaks, 2, args=(plan,)):

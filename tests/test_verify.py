@@ -60,6 +60,7 @@ def test_every_plan_at_every_size_equals_the_models_of_transformers(name, plan, 
     test_five_steps_equal_the_models_of_transformers(name, plan, world_size)
 
 
+@pytest.mark.slow
 def test_single_precision_passes_too():
     model, (args, kwargs) = make("tied-transformer", 4)
     report = shardgraph.verify(model, args, "fsdp", example_kwargs=kwargs, steps=3)

@@ -72,6 +72,7 @@ def test_a_slower_network_exposes_more():
     assert same == pytest.approx(10 * now, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_the_best_plan_has_in_any_case():
     answer = what_if(devices=4, recompute="full")
     assert answer.best.plan.recompute == "full" and answer.same.plan.recompute == "none"
@@ -156,6 +157,7 @@ def test_the_front_of_a_job_has_plans_that_run_on_each_number_of_devices():
     assert "device time" in str(front())
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_calls_is_priced_as_it_runs():
     several = next(each for each in front().considered if each.plan.calls > 1 and not each.plan.operators)
     x = torch.zeros(several.plan.samples_per_call, 6, 8)

@@ -11,7 +11,7 @@ from tests.standing import on_ranks
 pytestmark = pytest.mark.timeout(280)
 
 
-@pytest.mark.quick("fsdp-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "bucket"), [("fsdp", 1 << 20), ("ddp", 0)])
 def test_every_optimizer_gives_the_weights_of_the_unsharded_one_clipped_and_under_a_schedule(plan, bucket):
     for errors in on_ranks(whole_steps.errors_by_optimizer, 2, args=(plan, bucket)):

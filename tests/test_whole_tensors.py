@@ -21,12 +21,14 @@ def test_every_plan_gives_the_weights_of_the_unsharded_optimizer(plan, ranks):
         assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 
+@pytest.mark.slow
 def test_classes_derived_of_those_step_on_whole_tensors_too_and_refuse_closures_but_for_lbfgs():
     for error, alike, told in on_ranks(whole_tensors.with_closures):
         assert error < 1e-12 and alike
         assert "Counting has a step of its own" in told and "call loss.backward() before" in told
 
 
+@pytest.mark.slow
 def test_a_class_that_is_imported_after_compiling_steps_on_whole_tensors():
     assert max(shardgraph.launch(whole_tensors.imported_late, 2)) < 1e-12
 
