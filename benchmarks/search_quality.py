@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
 from benchmarks.ratios import ratio
-from shardgraph.api.tune import measured_step
+from shardgraph.api.timed_steps import TimedSteps
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.search.machine import machine_for
 
@@ -171,6 +171,7 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
     job = JOBS[name]
     call = job.call()
     modules = compiled(job, call, wanted)
+    steps = {plan: TimedSteps(module, call) for plan, module in modules.items()}
     programs = {plan: program_text(module) for plan, module in modules.items()}
     first_of = {plan: next(other for other in programs if programs[other] == programs[plan]) for plan in programs}
 
@@ -179,8 +180,8 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
         for turn in range(rounds):
             at = turn % len(plans)  # the first of a round is slower
             for plan in plans[at:] + plans[:at]:
-                seconds = measured_step(modules[plan], call, SECONDS)
-                taken[plan].append(seconds / modules[plan].plan.data_size)
+                steps[plan].step()  # the first after another plan's is slower
+                taken[plan].append(steps[plan].median(SECONDS) / modules[plan].plan.data_size)
         return taken
 
     rounded = in_turns(list(dict.fromkeys(first_of.values())), rounds)

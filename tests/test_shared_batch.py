@@ -12,6 +12,7 @@ from torch import nn
 import shardgraph
 from shardgraph import ShardGraphError
 from shardgraph.api import tune
+from shardgraph.api.timed_steps import fastest_of, in_turns
 from shardgraph.calibration.remembered import measured_file
 from tests import shared_batches
 from tests.standing import on_ranks
@@ -40,22 +41,50 @@ def test_tuning_takes_the_candidate_that_is_measured_fastest_and_corrects_the_pr
     assert found and priced == pytest.approx(1 / float(found[1]), rel=0.02)
 
 
-def test_candidates_take_turns_so_that_a_machine_that_becomes_slower_does_not_decide(monkeypatch):
+class Contender:
+    """Steps of so many seconds each, on a machine that becomes slower from one step to the next."""
+
+    machine = itertools.count(1000)
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def step(self) -> float:
+        return self.seconds * next(self.machine) / 1000
+
+
+def test_candidates_take_turns_so_that_a_machine_that_becomes_slower_does_not_decide():
     """Run one after the other, the one that is measured last would seem the slowest."""
-    slower = itertools.count(10)
-    monkeypatch.setattr(tune, "measured_step", lambda module, inputs, seconds: module * next(slower) / 10)
-    first, second = tune.measured_in_turns([1.1, 1.0], ((), {}), 1000.0)
-    assert second < first
-    assert len(tune.measured_in_turns([1.1, 1.0, 0.9], ((), {}), 0.1)) == 3, "one turn at least"
+    turns = in_turns([Contender(1.05), Contender(1.0)], 600.0)
+    assert fastest_of(turns) == 1
+    assert sum(map(sum, turns)) < 600 and len(turns) > 50
+    assert len(in_turns([Contender(1.1), Contender(1.0)], 0.1)) == 1, "one turn at least"
+
+
+def test_the_one_that_is_expected_to_be_the_fastest_is_taken_unless_another_is_for_sure():
+    assert fastest_of([(1.0, 0.99, 1.2)]) == 1
+    assert fastest_of([(1.0, 1.01, 1.2)]) == 0
+    assert fastest_of([(1.0, 0.95, 1.2), (1.1, 1.05, 1.2), (0.9, 0.85, 1.2)]) == 1
+    assert fastest_of([(1.0, 0.9, 1.2), (1.1, 1.3, 1.2), (0.9, 0.88, 1.2), (1.0, 1.1, 1.2), (1.0, 0.8, 1.2)]) == 0
 
 
 @pytest.mark.parametrize("enough", [True, False])
 def test_candidates_take_turns_where_all_fit_at_once(enough, monkeypatch):
     asked: list[float] = []
+
+    class Timed(Contender):
+        def __init__(self, plan: shardgraph.Plan, inputs: object) -> None:
+            super().__init__(1.0)
+
+        def median(self, seconds: float) -> float:
+            asked.append(seconds)
+            return 1.0
+
     chosen = shardgraph.plan(nn.Linear(8, 8), (torch.ones(4, 8),), cluster="A100", devices=4)
-    monkeypatch.setattr(tune, "measured_step", lambda module, inputs, seconds: asked.append(seconds) or 1.0)
+    number = len((chosen, *chosen.alternatives)[: tune.CANDIDATES])
+    monkeypatch.setattr(tune, "TimedSteps", Timed)
     tune.fastest(chosen, lambda plan: plan, (), {}, 60.0, 2**40 if enough else 0, here=False)
-    assert len(asked) > 1 and all((seconds == 0.0) == enough for seconds in asked)
+    assert number > 1 and asked == ([] if enough else [60 / number] * number)
 
 
 @pytest.mark.parametrize(("plan", "seconds"), [("single", 1.0), ("auto", -1), ("auto", "long")])

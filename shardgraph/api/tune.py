@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,18 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardgraph.api.timed_steps import TimedSteps, fastest_of, in_turns, largest
 from shardgraph.calibration import MeasuredStep, learn
 from shardgraph.calibration.correction import fitted
-from shardgraph.capture.capture import own_loss
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.sizes import format_seconds
 from shardgraph.torch_api import pytree
 
-_CANDIDATES = 4
-_WARM = 2
-_LEAST = 3  # measured steps of a candidate at least
+CANDIDATES = 4
+"""How many are run."""
 
 
 def fastest(
@@ -35,25 +33,29 @@ def fastest(
     *,
     here: bool,
 ) -> Plan:
-    """The candidate of ``chosen`` and its alternatives whose measured step takes least per sample.
+    """The candidate of ``chosen`` and its alternatives whose measured step takes least per sample; ``chosen`` unless
+    another one does for sure (:func:`~shardgraph.api.timed_steps.fastest_of`).
 
     All ranks call it, with the same plan. ``build(plan)`` compiles a copy of the model; ``seconds`` are those that all
     candidates are run for together, without compiling them. They run in turns if all fit into ``memory`` bytes at once.
     A step is that of the slowest rank, with AdamW. If they were priced on the machine ``here``, its prices are
     corrected for next time.
     """
-    candidates = (chosen, *chosen.alternatives)[:_CANDIDATES]
+    candidates = (chosen, *chosen.alternatives)[:CANDIDATES]
     if len(candidates) == 1:
         return chosen
     predicted = [chosen.considered[0], *(each for each in chosen.considered[1:] if each.fits and each.plan is not None)]
     inputs = pytree.tree_map_only(torch.Tensor, _real, (args, dict(kwargs)))
     together = sum(each.memory for each in predicted[: len(candidates)])
-    if _largest(float(together - memory)) <= 0:  # on every rank, so all measure in the same order
-        measured = measured_in_turns([build(plan) for plan in candidates], inputs, seconds)
+    if largest(float(together - memory)) <= 0:  # on every rank, so all measure in the same order
+        turns = in_turns([TimedSteps(build(plan), inputs) for plan in candidates], seconds)
     else:
-        measured = [measured_step(build(plan), inputs, seconds / len(candidates)) for plan in candidates]
-    per_sample = [value / plan.data_size for value, plan in zip(measured, candidates, strict=True)]
-    best = min(range(len(candidates)), key=per_sample.__getitem__)
+        each = seconds / len(candidates)
+        turns = [tuple(TimedSteps(build(plan), inputs).median(each) for plan in candidates)]
+    measured = [statistics.median(taken) for taken in zip(*turns, strict=True)]
+    sizes = [plan.data_size for plan in candidates]
+    of_a_sample = [[value / size for value, size in zip(turn, sizes, strict=True)] for turn in turns]
+    best = fastest_of(of_a_sample)
     remarks = tuple(
         f"measured: {plan.name} on {dict(plan.whole_mesh)} takes {format_seconds(value)} a step"
         for plan, value in zip(candidates, measured, strict=True)
@@ -62,8 +64,11 @@ def fastest(
     remarks = (*remarks, _learned(steps, here))
     taken = predicted[best]
     considered = (taken, *(each for each in chosen.considered if each is not taken))
-    note = f"{chosen.note}; of the {len(candidates)} best by prediction the fastest as measured, "
-    note += f"{format_seconds(measured[best])} a step"
+    medians = [statistics.median(taken) for taken in zip(*of_a_sample, strict=True)]
+    why = (
+        "the fastest as measured" if medians[best] == min(medians) else "the first, which none is faster than for sure"
+    )
+    note = f"{chosen.note}; of the {len(candidates)} best by prediction {why}, {format_seconds(measured[best])} a step"
     return replace(candidates[best], note=note, considered=considered, remarks=(*chosen.remarks, *remarks))
 
 
@@ -88,54 +93,3 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     made = torch.zeros if not tensor.is_floating_point() else torch.randn
     return made(tensor.shape, dtype=tensor.dtype)
-
-
-def measured_in_turns(modules: Sequence[ShardedModule], inputs: tuple[Any, Any], seconds: float) -> list[float]:
-    """The median seconds of a step of each module over turns of a few steps, so that what else slows a machine slows
-    all of them; the turns take about ``seconds`` together, and there is at least one."""
-    turns: list[list[float]] = []
-    spent = 0.0  # as the slowest rank measures it, so all ranks take as many turns
-    while not turns or spent * (1 + 1 / len(turns)) <= seconds:
-        turns.append([measured_step(module, inputs, 0.0) for module in modules])
-        spent += (_WARM + _LEAST) * sum(turns[-1])
-    return [statistics.median(taken) for taken in zip(*turns, strict=True)]
-
-
-def measured_step(sharded: ShardedModule, inputs: tuple[Any, Any], seconds: float) -> float:
-    """The median seconds of a step on the slowest rank."""
-    args, kwargs = inputs
-    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.0)
-    taken: list[float] = []
-    left = _WARM + _LEAST
-    while left:
-        started = time.perf_counter()
-        _step(sharded, args, kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken.append(_largest(time.perf_counter() - started))
-        left -= 1
-        if len(taken) == _WARM + 1:  # as many as the slowest rank has time for, so all ranks run as many
-            left = max(left, int(seconds / max(taken[-1], 1e-6)))
-    return statistics.median(taken[_WARM:])
-
-
-def _step(sharded: ShardedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if sharded.plan.pipeline is not None or "target" in kwargs:
-        sharded.train_step(*args, **kwargs)
-        return
-    output = own_loss(sharded(*args, **kwargs))
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    torch.autograd.backward([leaf.float().square().mean() for leaf in leaves])
-
-
-def _largest(number: float) -> float:
-    """The largest of all ranks' numbers."""
-    if not dist.is_initialized():
-        return number
-    value = torch.tensor(number, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        value = value.cuda()
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)

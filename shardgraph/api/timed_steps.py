@@ -1,0 +1,107 @@
+"""Training steps that are timed on the real ranks, of one module or of several in turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardgraph.capture.capture import own_loss
+from shardgraph.module.sharded import ShardedModule
+from shardgraph.torch_api import pytree
+
+_WARM = 2
+_LEAST = 3  # timed steps of a module at least
+_OF_A_TURN = 2  # timed steps, after one that brings back into caches what other modules displaced
+
+
+class TimedSteps:
+    """Steps of a module with AdamW, whose learning rate of 0 leaves the weights as they are.
+
+    ``inputs`` are the arguments and keyword arguments of a call. All ranks take the same steps.
+    """
+
+    def __init__(self, sharded: ShardedModule, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+        self.sharded = sharded
+        self.inputs = inputs
+        self.optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.0)
+        for _ in range(_WARM):  # compiles the backward graph, and makes the optimizer's state
+            self.step()
+
+    def step(self) -> float:
+        """The seconds of a step on the slowest rank."""
+        args, kwargs = self.inputs
+        started = time.perf_counter()
+        _forward_and_backward(self.sharded, args, kwargs)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return largest(time.perf_counter() - started)
+
+    def median(self, seconds: float) -> float:
+        """The median of the steps that ``seconds`` are enough for, and of some steps at least."""
+        taken = [self.step()]
+        steps = max(_LEAST, int(seconds / max(taken[0], 1e-6)))  # as many on every rank
+        taken += [self.step() for _ in range(steps - 1)]
+        return statistics.median(taken)
+
+
+def in_turns(contenders: Sequence[TimedSteps], seconds: float) -> list[tuple[float, ...]]:
+    """The mean seconds of a step of each contender, turn by turn, so that what else slows a machine slows all of them.
+
+    The turns take about ``seconds`` together, and there is at least one. Each begins with another contender.
+    """
+    turns: list[tuple[float, ...]] = []
+    spent = 0.0  # as the slowest rank measures it, so all ranks take as many turns
+    while not turns or spent * (1 + 1 / len(turns)) <= seconds:
+        means: dict[int, float] = {}
+        for turned in range(len(contenders)):
+            at = (turned + len(turns)) % len(contenders)
+            first, *timed = (contenders[at].step() for _ in range(1 + _OF_A_TURN))
+            means[at] = statistics.fmean(timed)
+            spent += first + sum(timed)
+        turns.append(tuple(means[at] for at in range(len(contenders))))
+    return turns
+
+
+def fastest_of(turns: Sequence[Sequence[float]]) -> int:
+    """Which contender is fastest: the first, which is expected to be, unless another one is for sure.
+
+    That is by more than the standard error of the median of their turns' ratios; of one turn, by any difference. Of a
+    normal distribution, the standard deviation is 1.48 of the median absolute deviation (P. Rousseeuw and C. Croux,
+    "Alternatives to the Median Absolute Deviation", 1993), and a median's standard error 1.25 of a mean's.
+    """
+
+    def ratios(at: int) -> list[float]:
+        return [turn[at] / turn[0] for turn in turns]
+
+    best = min(range(len(turns[0])), key=lambda at: statistics.median(ratios(at)))
+    middle = statistics.median(ratios(best))
+    spread = statistics.median(abs(each - middle) for each in ratios(best))
+    return best if middle + 1.48 * 1.25 * spread / math.sqrt(len(turns)) < 1 else 0
+
+
+def largest(number: float) -> float:
+    """The largest of all ranks' numbers."""
+    if not dist.is_initialized():
+        return number
+    value = torch.tensor(number, dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        value = value.cuda()
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def _forward_and_backward(sharded: ShardedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if sharded.plan.pipeline is not None or "target" in kwargs:
+        sharded.train_step(*args, **kwargs)
+        return
+    output = own_loss(sharded(*args, **kwargs))
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    torch.autograd.backward([leaf.float().square().mean() for leaf in leaves])
