@@ -186,11 +186,9 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
 
     rounded = in_turns(list(dict.fromkeys(first_of.values())), rounds)
     times = {plan: statistics.median(rounded[first_of[plan]]) for plan in modules}
-    best = {
-        "auto": min((plan for plan in times if plan not in AUTOMATIC), key=times.__getitem__),
-        "tuned": min((plan for plan in times if plan.split()[0] in OWN_BATCH), key=times.__getitem__, default="auto"),
-    }
-    rivals = {plan: best[plan] for plan in best if plan in modules}
+    by_name = [plan for plan in times if plan not in AUTOMATIC]
+    among = {"auto": by_name, "tuned": [plan for plan in by_name if plan.split()[0] in OWN_BATCH]}
+    rivals = {plan: min(names, key=times.__getitem__) for plan, names in among.items() if plan in modules and names}
     again = in_turns(list(dict.fromkeys(first_of[plan] for pair in rivals.items() for plan in pair)), finals)
     beside = {plan: (rival, ratio(again[first_of[plan]], again[first_of[rival]])) for plan, rival in rivals.items()}
     return Outcome(times, {plan: modules[plan].plan.name for plan in rivals}, beside)
