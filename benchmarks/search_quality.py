@@ -171,9 +171,10 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
     job = JOBS[name]
     call = job.call()
     modules = compiled(job, call, wanted)
-    steps = {plan: TimedSteps(module, call) for plan, module in modules.items()}
     programs = {plan: program_text(module) for plan, module in modules.items()}
     first_of = {plan: next(other for other in programs if programs[other] == programs[plan]) for plan in programs}
+    distinct = list(dict.fromkeys(first_of.values()))
+    steps = {plan: TimedSteps(modules[plan], call) for plan in distinct}
 
     def in_turns(plans: list[str], rounds: int) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {plan: [] for plan in plans}
@@ -184,7 +185,7 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
                 taken[plan].append(steps[plan].median(SECONDS) / modules[plan].plan.data_size)
         return taken
 
-    rounded = in_turns(list(dict.fromkeys(first_of.values())), rounds)
+    rounded = in_turns(distinct, rounds)
     times = {plan: statistics.median(rounded[first_of[plan]]) for plan in modules}
     by_name = [plan for plan in times if plan not in AUTOMATIC]
     among = {"auto": by_name, "tuned": [plan for plan in by_name if plan.split()[0] in OWN_BATCH]}

@@ -193,12 +193,12 @@ def test_without_gradients_the_loss_is_in_chunks_too():
     [
         ("gpt2", "fsdp", DP),
         ("gpt2", "fsdp+tp+sp", BOTH),
-        pytest.param("llama", "zero2", DP, marks=pytest.mark.slow),
+        ("llama", "zero2", DP),
         ("llama", "tp+sp", {"tp": 3}),
-        pytest.param("t5", "ddp", DP, marks=pytest.mark.slow),
-        pytest.param("t5", "tp", TP, marks=pytest.mark.slow),
+        ("t5", "ddp", DP),
+        ("t5", "tp", TP),
         ("llama", "cp", {"cp": 3}),
-        pytest.param("mixture", "ep", {"ep": 2}, marks=pytest.mark.slow),
+        ("mixture", "ep", {"ep": 2}),
     ],
 )
 def test_models_train_as_unsharded_in_chunks(name, plan, mesh):

@@ -39,7 +39,7 @@ def check(found: list[list[Found]], what: str) -> None:
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(
     "cases",
-    [DATA, DIVIDED, STAGES, pytest.param(FURTHER, marks=pytest.mark.slow)],
+    [DATA, DIVIDED, STAGES, FURTHER],
     ids=["data", "divided operators", "stages", "operators and experts"],
 )
 def test_clipping_by_any_order_is_that_of_the_unsharded_model(cases):

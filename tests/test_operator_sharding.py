@@ -261,7 +261,7 @@ def test_a_fused_projection_is_cut_in_its_three_blocks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("degree", [2, 4])
 def test_the_memory_of_matrices_falls_by_the_degree(degree):
     whole, split = program("single", 2, 1), program("tp", 2, degree)
     matrices = [fqn for fqn, shape in whole.shapes.items() if len(shape) > 1]

@@ -87,6 +87,25 @@ def test_candidates_take_turns_where_all_fit_at_once(enough, monkeypatch):
     assert number > 1 and asked == ([] if enough else [60 / number] * number)
 
 
+@pytest.mark.parametrize(
+    ("turns", "kept"),
+    [
+        ([(1.0, 0.9), (1.0, 1.4), (1.0, 0.8), (1.0, 1.3), (1.0, 0.7)], "the first, which none is faster than for sure"),
+        ([(1.0, 1.1), (2.0, 1.8), (3.0, 2.7)], "the fastest as measured"),
+        ([(1.0, 1.1)], "the fastest as measured"),
+    ],
+)
+def test_the_plan_says_whether_it_is_the_fastest_as_measured(turns, kept, monkeypatch):
+    chosen = shardgraph.plan(nn.Linear(8, 8), (torch.ones(4, 8),), cluster="A100", devices=4)
+    first, second, *_ = (chosen, *chosen.alternatives)
+    scale = [first.data_size, second.data_size]
+    times = [tuple(seconds * size for seconds, size in zip(turn, scale, strict=True)) for turn in turns]
+    monkeypatch.setattr(tune, "CANDIDATES", 2)
+    monkeypatch.setattr(tune, "TimedSteps", lambda plan, inputs: plan)
+    monkeypatch.setattr(tune, "in_turns", lambda contenders, seconds: times)
+    assert kept in tune.fastest(chosen, lambda plan: plan, (), {}, 1.0, 2**40, here=False).note
+
+
 @pytest.mark.parametrize(("plan", "seconds"), [("single", 1.0), ("auto", -1), ("auto", "long")])
 def test_tuning_needs_a_choice_and_a_time(plan, seconds):
     with pytest.raises(ShardGraphError, match="tune is"):

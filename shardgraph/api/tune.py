@@ -54,8 +54,7 @@ def fastest(
         turns = [tuple(TimedSteps(build(plan), inputs).median(each) for plan in candidates)]
     measured = [statistics.median(taken) for taken in zip(*turns, strict=True)]
     sizes = [plan.data_size for plan in candidates]
-    of_a_sample = [[value / size for value, size in zip(turn, sizes, strict=True)] for turn in turns]
-    best = fastest_of(of_a_sample)
+    best = fastest_of([[value / size for value, size in zip(turn, sizes, strict=True)] for turn in turns])
     remarks = tuple(
         f"measured: {plan.name} on {dict(plan.whole_mesh)} takes {format_seconds(value)} a step"
         for plan, value in zip(candidates, measured, strict=True)
@@ -64,10 +63,10 @@ def fastest(
     remarks = (*remarks, _learned(steps, here))
     taken = predicted[best]
     considered = (taken, *(each for each in chosen.considered if each is not taken))
-    medians = [statistics.median(taken) for taken in zip(*of_a_sample, strict=True)]
-    why = (
-        "the fastest as measured" if medians[best] == min(medians) else "the first, which none is faster than for sure"
-    )
+    per_sample = [value / size for value, size in zip(measured, sizes, strict=True)]
+    why = "the fastest as measured"
+    if best == 0 and per_sample[0] > min(per_sample):
+        why = "the first, which none is faster than for sure"
     note = f"{chosen.note}; of the {len(candidates)} best by prediction {why}, {format_seconds(measured[best])} a step"
     return replace(candidates[best], note=note, considered=considered, remarks=(*chosen.remarks, *remarks))
 
