@@ -63,6 +63,7 @@ _FIELDS = {
     "doubt": NUMBER,
     "efficiency": arguments.mapping_of("parts of a link's bandwidth by operation", arguments.POSITIVE),
     "source": TEXT,
+    "sync": NUMBER,
 }
 
 
@@ -75,6 +76,8 @@ class Cluster:
     engines of its own, less if it takes cores from the computation.
     ``efficiency`` is the fraction of a link's bandwidth that a collective attains, by operation (such as
     ``all_gather_into_tensor``); by default 1. Above 1, a switch reduces inside a node, and only groups inside one gain.
+    ``sync`` is how many seconds longer a rank waits for a collective than it takes after another one: until the slowest
+    rank has come to it and the thread that waits is awake again. It is 0 where the device waits, and not a thread.
     ``doubt`` is how far predicted seconds may be off: of the steps that were compared with measured ones, 8 of 10 took
     from ``1 / (1 + doubt)`` to ``1 + doubt`` times the prediction.
     """
@@ -89,6 +92,7 @@ class Cluster:
     efficiency: Mapping[str, float] = field(default_factory=dict)
     doubt: float = 0.0
     source: str = field(default="", compare=False)
+    sync: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, "a cluster's ", **_FIELDS)
@@ -101,6 +105,8 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r} has {self.nodes} nodes and no link 'inter' between them")
         if not 0 <= self.doubt < math.inf:
             raise ClusterError(f"cluster {self.name!r} has doubt {self.doubt}: a finite number of at least 0 is needed")
+        if not 0 <= self.sync < math.inf:
+            raise ClusterError(f"cluster {self.name!r} has sync {self.sync}: a number of seconds from 0 is needed")
         if not 0 <= self.overlap <= 1:
             raise ClusterError(f"cluster {self.name!r} has overlap {self.overlap}: a number from 0 to 1 is needed")
 
@@ -266,4 +272,5 @@ _CLUSTER = record(
     doubt=number("a number from 0", float, lambda value: 0 <= value < math.inf),
     efficiency=mapping(f"{', '.join(WIRE_RULES)} to numbers", POSITIVE, WIRE_RULES.__contains__),
     source=text,
+    sync=SECONDS,
 )

@@ -345,7 +345,7 @@ MAY: dict[str, Callable[[Any], bool]] = {
     **_named(_device, "device offload_device compute_device state_dict_device"),
     **_named(_part, "decay overlap smoothing momentum slowmo_momentum"),
     **_named(_real, "margin"),
-    **_named(_not_negative, "tolerance overhead doubt param_scale bucket_cap_mb min_num_params"),
+    **_named(_not_negative, "tolerance overhead doubt sync param_scale bucket_cap_mb min_num_params"),
     **_named(lambda v: _positive(v) or _infinite(v), "moved_per_second bandwidth"),
     **_named(lambda v: _not_negative(v) or _infinite(v), "latency"),
     **_named(_classes, "force_leaf_modules exclude_wrap_modules"),

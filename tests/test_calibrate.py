@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardgraph.calibration import fit, fit_table, measure
-from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate
+from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate, fit_sync
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cli.main import main
 from shardgraph.cost_models.cluster import Cluster
@@ -73,7 +73,7 @@ def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int)
             given = size // ranks if operation == "all_gather_into_tensor" else size
             gotten = size // ranks if operation == "reduce_scatter_tensor" else size
             seconds = collective_seconds(operation, given, gotten, Group.of_node(ranks, link), efficiency)
-            transfers.append(Transfer(operation, given, gotten, seconds, added=0.0))
+            transfers.append(Transfer(operation, given, gotten, seconds, added=0.0, awaited=seconds))
     fitted, attained = fit_link(transfers, ranks)
     assert (fitted.bandwidth, fitted.latency) == pytest.approx((link.bandwidth, link.latency), rel=1e-3)
     assert fitted.latencies == pytest.approx(latencies, rel=1e-3)
@@ -82,7 +82,7 @@ def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int)
 
 def transfers_adding(*parts: float) -> list[Transfer]:
     """All-reduces of a second each that make a computation longer by these parts of it."""
-    return [Transfer("all_reduce", 4000, 4000, seconds=1.0, added=part) for part in parts]
+    return [Transfer("all_reduce", 4000, 4000, seconds=1.0, added=part, awaited=1.0) for part in parts]
 
 
 def test_the_computation_hides_what_a_collective_does_not_add_to_it() -> None:
@@ -112,6 +112,11 @@ def test_an_operation_that_adds_more_than_others_takes_longer_as_far_as_it_is_no
 
 def test_a_computation_that_noise_made_shorter_hides_all() -> None:
     assert behind_computation(transfers_adding(-0.1))[1] == 1
+
+
+@pytest.mark.parametrize(("more", "sync"), [([0.5, 0.25, -2.0], 0.25), ([-0.5], 0.0), ([], 0.0)])
+def test_what_a_rank_waits_longer_for_a_collective_after_a_computation(more: list[float], sync: float) -> None:
+    assert fit_sync([Transfer("all_reduce", 8, 8, 1.0, 0.0, awaited=1.0 + each) for each in more]) == sync
 
 
 def test_one_rank_needs_no_link() -> None:
@@ -146,10 +151,10 @@ def test_the_cluster_is_this_machine(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_the_table_has_a_line_for_all_that_was_fitted(measured: Measurements, cluster: Cluster) -> None:
     lines = fit_table(measured, cluster).splitlines()
-    assert [line.split()[0] for line in lines[1:-1]] == [
+    assert [line.split()[0] for line in lines[1:-2]] == [
         *cluster.device.rates, "host/optimizer", "host/copy", *COLLECTIVES
     ]  # fmt: skip
-    assert [line.split()[0] for line in lines[1:-1] if "/s" not in line] == [VIEW]  # which moves nothing
+    assert [line.split()[0] for line in lines[1:-2] if "/s" not in line] == [VIEW]  # which moves nothing
 
 
 @pytest.mark.slow

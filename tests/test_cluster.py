@@ -182,6 +182,7 @@ def test_a_file_written_by_hand_is_read(written: Path) -> None:
         (", latency: 5e-6}", "}", r"the field intra\.latency is missing"),
         ("overlap:", "overlp:", "unknown field overlp; did you mean 'overlap'"),
         ("overlap: 0.5", "overlap: 1.5", "overlap is 1.5; it may be a number from 0 to 1"),
+        ("overlap: 0.5", "sync: -1", "sync is -1; it may be a number of seconds from 0"),
         ("overlap: 0.5", "efficiency: {all_redcue: 1}", r"unknown field efficiency\.all_redcue"),
         ("latency: 0}", "latency: -1}", r"inter\.latency is -1; it may be a number of seconds from 0"),
         ("latency: 0}", "latency: 0, latencies: {all_redcue: 1}}", r"unknown field inter\.latencies\.all_redcue"),

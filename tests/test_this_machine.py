@@ -21,7 +21,7 @@ from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.search.machine import machine_for
 
-MEASURED = replace(Cluster.detect(), name="measured", doubt=0.07, devices_per_node=3)
+MEASURED = replace(Cluster.detect(), name="measured", doubt=0.07, devices_per_node=3, sync=1e-3)
 
 
 @pytest.fixture
@@ -178,6 +178,7 @@ def test_what_steps_teach_corrects_the_prices_of_this_machine_next_time(unmeasur
     first = after.device.rates["pointwise"].per_second / before.device.rates["pointwise"].per_second
     assert first == pytest.approx(0.5, rel=0.05)
     assert after.intra.bandwidth / before.intra.bandwidth == pytest.approx(2.0, rel=0.1)
+    assert after.sync / before.sync == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_job_is_added_to_those_before_it_in_the_prices_as_measured(unmeasured):

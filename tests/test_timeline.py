@@ -42,6 +42,20 @@ def test_a_wait_costs_no_more_than_the_collective_even_without_overlap():
     assert simulate([Task("gather", "dp", 2.0), compute(0.0, (0,)), compute(1.0)], overlap=0.0).seconds == 3.0
 
 
+def test_computation_that_waits_for_a_collective_goes_on_once_it_is_awake_again():
+    waiting = [Task("gather", "dp", 2.0), compute(0.5), compute(0.0, (0,)), compute(1.0)]
+    assert simulate(waiting, sync=0.25).seconds == 3.25
+    assert simulate(waiting, sync=0.25).exposed == 1.75
+    assert simulate(waiting, overlap=0.0, sync=0.25).seconds == 3.75
+
+
+@pytest.mark.parametrize("started", [Task("gather", "dp", 2.0), Task("copy", "to device", 4.0)])
+def test_what_is_not_waited_for_and_a_copy_need_no_synchronizing(started):
+    tasks = [started, compute(3.0), compute(0.0, (0,))]
+    for overlap in (0.0, 0.5, 1.0):
+        assert simulate(tasks, overlap, sync=0.25).seconds == simulate(tasks, overlap).seconds
+
+
 def test_the_trace_has_a_track_per_stream_and_microseconds():
     trace = simulate([compute(1e-3), Task("gather", "dp", 2e-3, (0,))]).to_chrome_trace()
     events = trace["traceEvents"]

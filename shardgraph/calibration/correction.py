@@ -53,7 +53,8 @@ class Correction:
         rates = {kind: _slower_rate(rate, self.computation) for kind, rate in device.rates.items()}
         inter = cluster.inter and _slower_link(cluster.inter, self.communication)
         intra = _slower_link(cluster.intra, self.communication)
-        return replace(cluster, device=replace(device, rates=rates), intra=intra, inter=inter)
+        sync = cluster.sync * self.communication
+        return replace(cluster, device=replace(device, rates=rates), intra=intra, inter=inter, sync=sync)
 
 
 def fitted(steps: Sequence[MeasuredStep]) -> Correction:
@@ -120,6 +121,7 @@ def _file(cluster: Cluster, folder: Path) -> Path:
         "links": (cluster.intra, cluster.inter),
         "efficiency": cluster.efficiency,
         "overlap": cluster.overlap,
+        "sync": cluster.sync,
         "torch": torch.__version__,
     }
     return folder / f"correction-{hashlib.sha256(repr(prices).encode()).hexdigest()[:16]}.yaml"

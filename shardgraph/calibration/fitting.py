@@ -46,7 +46,8 @@ def fit(measured: Measurements) -> Cluster:
         host=fit_host(measured.host),
     )
     doubt = _doubt(measured.samples, device)
-    return Cluster("measured", device, measured.ranks, 1, link, None, overlap, efficiency, doubt, source)
+    sync = fit_sync(measured.transfers) if device.is_cpu else 0.0  # a GPU waits, and not the thread that calls it
+    return Cluster("measured", device, measured.ranks, 1, link, None, overlap, efficiency, doubt, source, sync)
 
 
 def _doubt(samples: Sequence[Sample], device: Device) -> float:
@@ -123,6 +124,11 @@ def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str,
     return Link(1 / best, min(latencies.values()), latencies), efficiency
 
 
+def fit_sync(transfers: Sequence[Transfer]) -> float:
+    """Seconds longer that a rank waits for a collective after a computation than after another collective."""
+    return max(statistics.median(t.awaited - t.seconds for t in transfers), 0.0) if transfers else 0.0
+
+
 def fit_table(measured: Measurements, cluster: Cluster) -> str:
     """The fitted rates and their errors: a line for each kind of work and each collective.
 
@@ -150,7 +156,9 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
     for operation, transfers in _by_operation(behind_computation(measured.transfers)[0]).items():
         rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
         add(operation, rate, "B/s", [(t.seconds, _predict(t, measured.ranks, link, efficiency)) for t in transfers])
-    return "\n".join([*aligned(rows), f"overlap of communication with computation: {cluster.overlap:.0%}"])
+    overlap = f"overlap of communication with computation: {cluster.overlap:.0%}"
+    sync = f"longer where computation waits for communication: {format_seconds(cluster.sync)}"
+    return "\n".join([*aligned(rows), overlap, sync])
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

@@ -59,7 +59,7 @@ def measure(
         by_rank[0],
         memory=min(measured.memory for measured in by_rank),
         samples=_mean([measured.samples for measured in by_rank], "seconds"),
-        transfers=_mean([measured.transfers for measured in by_rank], "seconds", "added"),
+        transfers=_mean([measured.transfers for measured in by_rank], "seconds", "added", "awaited"),
         host=_mean([measured.host for measured in by_rank], "seconds"),
     )
 
@@ -223,9 +223,9 @@ def _time_host(budget: float, device: torch.device) -> list[Sample]:
 
 
 def _time_collectives(group: str, ranks: int, budget: float, device: torch.device, quick: bool) -> list[Transfer]:
-    """Timings of collectives alone, and as in a step: several in flight, overlapped with as long a computation."""
+    """Timings of collectives alone, and as in a step: several in flight, overlapped with as long a computation, and
+    each awaited at once after a short one, where a rank waits for the others."""
     calls: list[tuple[str, int, int]] = []
-    runs: list[Callable[[], object]] = []
     rows = 256 if device.type == "cpu" else 2048
     x, weight = torch.ones(rows, 512, device=device), torch.ones(512, 512, device=device)
 
@@ -233,6 +233,7 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
         for _ in range(count):
             x @ weight
 
+    runs: list[Callable[[], object]] = [partial(compute, _STARTED)]
     # From 4 KiB to 16 MiB in the larger of input and output; the largest takes most of the time.
     for exponent in (12, 17, 22) if quick else (12, 15, 18, 21, 24):
         for operation in COLLECTIVES:
@@ -242,7 +243,7 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
             calls.append((operation, 4 * operand, 4 * result))
             start, finish = _collective(operation, torch.ones(operand, device=device), group, ranks)
             _in_flight(start, finish, partial(compute, 1))  # the first run is slow
-            alone = partial(_alone, start, finish)
+            alone = partial(_awaited, start, finish, lambda: None)
             times = [_seconds(alone, 1, device) / _STARTED, _seconds(partial(compute, 3), 1, device) / 3]
             sending, computing = _slowest(times, device)
             count = max(1, round(sending / computing))  # about as long as the collective
@@ -250,11 +251,13 @@ def _time_collectives(group: str, ranks: int, budget: float, device: torch.devic
                 alone,
                 partial(compute, _STARTED * count),
                 partial(_in_flight, start, finish, partial(compute, count)),
+                partial(_awaited, start, finish, partial(compute, 1)),
             ]
-    taken = iter(_time_all(runs, budget, device))
+    short, *others = _time_all(runs, budget, device)
+    taken = iter(others)
     return [
-        Transfer(*call, sending / _STARTED, (together - computing) / _STARTED)
-        for call, sending, computing, together in zip(calls, taken, taken, taken, strict=True)
+        Transfer(*call, sending / _STARTED, (together - computing) / _STARTED, (awaited - short) / _STARTED)
+        for call, sending, computing, together, awaited in zip(calls, taken, taken, taken, taken, strict=True)
     ]
 
 
@@ -279,8 +282,11 @@ def _collective(
     return partial(functional.all_gather_into_tensor, tensor, ranks, group), wait
 
 
-def _alone(start: Callable[[], torch.Tensor], finish: Callable[[torch.Tensor], object]) -> None:
+def _awaited(
+    start: Callable[[], torch.Tensor], finish: Callable[[torch.Tensor], object], compute: Callable[[], None]
+) -> None:
     for _ in range(_STARTED):
+        compute()
         finish(start())
 
 

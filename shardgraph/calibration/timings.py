@@ -24,7 +24,8 @@ class Sample:
 class Transfer:
     """One collective: the bytes of a rank's input and output, and its ``seconds`` from start to wait.
 
-    ``added`` are the seconds by which it extends a computation that it overlaps with.
+    ``added`` are the seconds by which it extends a computation that it overlaps with, ``awaited`` those by which it
+    extends one that it follows, and after which it is awaited at once. ``seconds`` are those after another collective.
     """
 
     operation: str
@@ -32,6 +33,7 @@ class Transfer:
     result: int
     seconds: float
     added: float
+    awaited: float
 
 
 @dataclass(frozen=True)

@@ -175,14 +175,14 @@ class Analysis(StepCosts):
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated timeline: the operations on the compute stream and the streams of mesh axes and copies."""
-        return simulate(list(tasks_of(self.rows)), self.cluster.overlap)
+        return simulate(list(tasks_of(self.rows)), self.cluster.overlap, sync=self.cluster.sync)
 
     @cached_property
     def calls(self) -> float:
         """Seconds in which the device waits for Python to call its next operation."""
         if not (call := self.cluster.device.call):
             return 0.0
-        called = simulate(list(tasks_of(self.rows)), self.cluster.overlap, call)
+        called = simulate(list(tasks_of(self.rows)), self.cluster.overlap, call, self.cluster.sync)
         return called.seconds - self.timeline.seconds
 
     @cached_property

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import COPIES, simulate
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.report.analysis import Analysis
@@ -92,15 +93,16 @@ def _exposed_in_stages(analysis: PipelineAnalysis) -> dict[str, float]:
     for stage in analysis.busiest:
         for half in ("forward", "backward"):
             rows = [row for row in stage.rows if row.half == half]
-            for axis, seconds in _waits(rows, analysis.cluster.overlap).items():
+            for axis, seconds in _waits(rows, analysis.cluster).items():
                 waits[_kind(axis)] += analysis.plan.pipeline.parts * seconds
     waits[ONCE] += sum(stage.once for stage in analysis.busiest)
     return _together(waits, analysis.time.exposed)
 
 
-def _waits(rows: Sequence[Row], overlap: float) -> dict[str, float]:
+def _waits(rows: Sequence[Row], cluster: Cluster) -> dict[str, float]:
     waits: defaultdict[str, float] = defaultdict(float)
-    for transfer in transfers_of(rows, simulate(list(tasks_of(rows)), overlap), overlap):
+    timeline = simulate(list(tasks_of(rows)), cluster.overlap, sync=cluster.sync)
+    for transfer in transfers_of(rows, timeline, cluster.overlap):
         waits[transfer.stream] += transfer.exposed
     return waits
 

@@ -407,7 +407,8 @@ class _Stages:
         return profile_memory(graph, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
 
     def _simulated(self, rows: Sequence[Row]) -> float:
-        return simulate(list(tasks_of(rows)), self.cluster.overlap, self.cluster.device.call).seconds
+        cluster = self.cluster
+        return simulate(list(tasks_of(rows)), cluster.overlap, cluster.device.call, cluster.sync).seconds
 
     def _working(
         self, stage: StageProgram, halves: Halves, live: Mapping[str, Sequence[int]], saved: int
@@ -504,4 +505,6 @@ def message_seconds(tensors: Iterable[torch.Tensor], plan: Plan, cluster: Cluste
     assert plan.pipeline is not None
     nbytes = sum(tensor.nbytes for tensor in tensors)
     group = replace(cluster.group_of(plan.whole_mesh, plan.pipeline.axis), ranks=2)
-    return collective_seconds("send", nbytes, nbytes, group, cluster.efficiency) if nbytes else 0.0
+    if not nbytes:
+        return 0.0
+    return collective_seconds("send", nbytes, nbytes, group, cluster.efficiency) + cluster.sync

@@ -176,7 +176,8 @@ class _Estimate:
         alone = min(communication, max(communication / (self.costs.layers + 1), end))
         overlap = self.cluster.overlap
         slowed = 0.0 if self.layout.offloads_activations else (1 - overlap) * communication
-        return max(computation + slowed, communication) + overlap * alone
+        awaited = self.cluster.sync if communication else 0.0  # the first or the last
+        return max(computation + slowed, communication) + overlap * alone + awaited
 
     def _copies(self, part: Part, sent: float) -> float:
         """Seconds to copy those of a part's tensors that share collectives, if anything is ``sent``."""
@@ -280,7 +281,8 @@ class _Estimate:
         along = self._group("pp")
         assert along is not None
         group = replace(along, ranks=2)
-        return collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency) * self.layout.chunks
+        sent = collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency)
+        return (sent + self.cluster.sync) * self.layout.chunks
 
     # Bytes
 
