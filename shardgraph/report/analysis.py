@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from shardgraph.arguments import BYTES, NONE, NOT_NEGATIVE, PATH, WHOLE, checked, mapping_of
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.timeline import COPIES, StepTime, Timeline, simulate
+from shardgraph.cost_models.timeline import COPIES, StepTime, Timeline
 from shardgraph.errors import ShardGraphError
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.step import batch_of, program_halves, program_memory, tasks_of
+from shardgraph.report.step import batch_of, program_halves, program_memory, timeline_of
 from shardgraph.report.tables import ModuleCosts, operation_table
 from shardgraph.report.transfers import Transfer, table_of, transfers_of
 from shardgraph.report.update import trained_shards, update_rows
@@ -175,15 +175,14 @@ class Analysis(StepCosts):
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated timeline: the operations on the compute stream and the streams of mesh axes and copies."""
-        return simulate(list(tasks_of(self.rows)), self.cluster.overlap, sync=self.cluster.sync)
+        return timeline_of(self.rows, self.cluster)
 
     @cached_property
     def calls(self) -> float:
         """Seconds in which the device waits for Python to call its next operation."""
         if not (call := self.cluster.device.call):
             return 0.0
-        called = simulate(list(tasks_of(self.rows)), self.cluster.overlap, call, self.cluster.sync)
-        return called.seconds - self.timeline.seconds
+        return timeline_of(self.rows, self.cluster, call).seconds - self.timeline.seconds
 
     @cached_property
     def time(self) -> StepTime:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.cost_models.timeline import COPIES, simulate
+from shardgraph.cost_models.timeline import COPIES
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis
-from shardgraph.report.step import tasks_of
+from shardgraph.report.step import timeline_of
 from shardgraph.report.transfers import transfers_of
 
 COMPUTATION, RECOMPUTATION, IDLE, UPDATE = "computation", "recomputation", "waiting for stages", "update"
@@ -101,8 +101,7 @@ def _exposed_in_stages(analysis: PipelineAnalysis) -> dict[str, float]:
 
 def _waits(rows: Sequence[Row], cluster: Cluster) -> dict[str, float]:
     waits: defaultdict[str, float] = defaultdict(float)
-    timeline = simulate(list(tasks_of(rows)), cluster.overlap, sync=cluster.sync)
-    for transfer in transfers_of(rows, timeline, cluster.overlap):
+    for transfer in transfers_of(rows, timeline_of(rows, cluster), cluster.overlap):
         waits[transfer.stream] += transfer.exposed
     return waits
 

@@ -17,8 +17,9 @@ from shardgraph.capture.captures import Call
 from shardgraph.cost_models.actions import Action
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
-from shardgraph.cost_models.timeline import StepTime, simulate
+from shardgraph.cost_models.timeline import StepTime
 from shardgraph.ir.attributes import ON_HOST
 from shardgraph.passes.analysis.liveness import MemoryProfile, Storage, profile_memory, profile_step, storages_of
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
@@ -26,7 +27,7 @@ from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import StepCosts
-from shardgraph.report.step import batch_of, tasks_of
+from shardgraph.report.step import batch_of, timeline_of
 from shardgraph.report.update import trained_shards, update_memory, update_rows
 from shardgraph.sizes import format_bytes, format_seconds
 
@@ -407,8 +408,7 @@ class _Stages:
         return profile_memory(graph, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
 
     def _simulated(self, rows: Sequence[Row]) -> float:
-        cluster = self.cluster
-        return simulate(list(tasks_of(rows)), cluster.overlap, cluster.device.call, cluster.sync).seconds
+        return timeline_of(rows, self.cluster, self.cluster.device.call).seconds
 
     def _working(
         self, stage: StageProgram, halves: Halves, live: Mapping[str, Sequence[int]], saved: int
@@ -504,7 +504,9 @@ def message_seconds(tensors: Iterable[torch.Tensor], plan: Plan, cluster: Cluste
     """Seconds to send ``tensors`` to the previous or next stage; 0 if there are none."""
     assert plan.pipeline is not None
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    group = replace(cluster.group_of(plan.whole_mesh, plan.pipeline.axis), ranks=2)
-    if not nbytes:
-        return 0.0
-    return collective_seconds("send", nbytes, nbytes, group, cluster.efficiency) + cluster.sync
+    return seconds_between(cluster.group_of(plan.whole_mesh, plan.pipeline.axis), nbytes, cluster) if nbytes else 0.0
+
+
+def seconds_between(stages: Group, nbytes: int, cluster: Cluster) -> float:
+    """Seconds to send so many bytes from one of the ranks of ``stages`` to the next, which waits for them."""
+    return collective_seconds("send", nbytes, nbytes, replace(stages, ranks=2), cluster.efficiency) + cluster.sync

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from shardgraph.cost_models.timeline import COMPUTE, Task
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.timeline import COMPUTE, Task, Timeline, simulate
 from shardgraph.ir import Input, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
 from shardgraph.passes.analysis.local import on_rank
@@ -30,6 +31,11 @@ def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
         else:
             after, latest = (i - row.waits,) if row.waits else (), i
         yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node, row.link)
+
+
+def timeline_of(rows: Sequence[Row], cluster: Cluster, call: float = 0.0) -> Timeline:
+    """The simulated timeline of rows on a cluster, whose operations Python calls ``call`` seconds apart."""
+    return simulate(list(tasks_of(rows)), cluster.overlap, call, cluster.sync)
 
 
 def program_halves(program: Program, *, whole_step: bool = False) -> dict[str, fx.GraphModule]:

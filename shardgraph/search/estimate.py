@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.mesh import Mesh
 from shardgraph.passes.schedule.members import ALONE
+from shardgraph.report.pipeline import seconds_between
 from shardgraph.search.buckets import filling
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout
@@ -280,9 +281,7 @@ class _Estimate:
         nbytes = int(self.costs.crossing * scale)
         along = self._group("pp")
         assert along is not None
-        group = replace(along, ranks=2)
-        sent = collective_seconds("send", nbytes, nbytes, group, self.cluster.efficiency)
-        return (sent + self.cluster.sync) * self.layout.chunks
+        return seconds_between(along, nbytes, self.cluster) * self.layout.chunks
 
     # Bytes
 
