@@ -47,6 +47,22 @@ def test_recomputed_stages_save_what_they_are_given_and_take_longer():
     assert again.stages[1].cost.backward > kept.stages[1].cost.backward
 
 
+def test_adding_up_the_gradients_of_microbatches_is_computation_of_all_but_the_first():
+    """Of 4 microbatches 3 add: each reads two gradients and writes one. A split backward adds in its second part."""
+    priced = analysis(2, 2, Pipeline(4, stages=("transformer.h.1",)))
+    per_second = priced.cluster.device.rate("pointwise").per_second
+    for stage in priced.stages:
+        added = [row for row in stage.rows if row.operation == "accumulate"]
+        seconds = sum(row.seconds for row in added)
+        assert sum(row.written for row in added) == stage.gradients
+        assert 4 * seconds == pytest.approx(3 * 3 * stage.gradients / per_second)
+        rest = sum(row.seconds for row in stage.rows if row.half == "backward" and row not in added)
+        assert stage.cost.backward == pytest.approx(rest + seconds)
+        assert stage.cost.backward_input + stage.cost.backward_weight == pytest.approx(stage.cost.backward)
+        assert stage.cost.backward_weight > seconds
+    assert priced.time.exposed == 0
+
+
 def test_states_of_a_stage_are_sharded_over_the_axes_beside_the_pipeline():
     half = Pipeline(4, stages=("transformer.h.1",))
     alone, sharded = analysis(2, 2, half), analysis(2, 2, half, "pp+fsdp", dp=2)

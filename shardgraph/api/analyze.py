@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardgraph.api.options import OPTIONS
+from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import checked
 from shardgraph.calibration import this_machine
 from shardgraph.capture.capture import own_loss
@@ -84,7 +85,9 @@ def analyze(
         CaptureError: the model cannot be traced into one graph.
         PlanError: the plan does not exist or does not fit the model or the mesh, or the device lacks its precision.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
+        ShardGraphError: the model is compiled already.
     """
+    check_unsharded(model)
     fused = is_fused(backend)
     mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or this_machine()
     options = (recompute, memory, loss_chunk, offload)

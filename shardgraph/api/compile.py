@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import shardgraph
 from shardgraph.api.options import OPTIONS, RUN_MESH
 from shardgraph.api.tune import fastest
+from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import SECONDS, checked
 from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.detection import host_memory
-from shardgraph.errors import ShardGraphError, expect
-from shardgraph.findings.model_rules import sharded_already
+from shardgraph.errors import expect
 from shardgraph.module.compiled import Setup
 from shardgraph.module.fingerprint import fingerprint
 from shardgraph.module.lengths import Lengths, Padding
@@ -156,7 +155,7 @@ def compile(
 
     mesh_of = partial(run_axes, mesh)
     with agreement.on_all_ranks("the model and the plan") as lines:
-        _check_not_compiled(model)
+        check_unsharded(model)
         options = (recompute, memory, loss_chunk, offload, cluster)
         question = Question.of(
             model, plan, mesh_of, mesh is None, pipeline, precision, *options, gradient_statistics=gradient_statistics
@@ -238,27 +237,6 @@ def _ranks() -> int:
 def _local_ranks() -> int:
     """The ranks of this run on this machine: all of them, unless what has launched them says otherwise."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", _ranks()))
-
-
-def _check_not_compiled(model: nn.Module) -> None:
-    distributed = [name for name, each in _tensors(model) if isinstance(each, DTensor)]
-    if isinstance(model, ShardedModule) or distributed:
-        raise ShardGraphError(
-            f"the model is compiled already, or sharded by other means{_first(distributed)}: its parameters are "
-            "shards. Compile it once, and build it anew for another plan; state_dict() of one loads into the other. "
-            "Placements of your own are annotations: shardgraph.annotate(model, {name: shard(dim, axis)})"
-        )
-    for wrapped in sharded_already(model):
-        raise ShardGraphError(f"{wrapped.where}: {wrapped.message}: {wrapped.remedy}")
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _first(distributed: list[str]) -> str:
-    return f" ({distributed[0]!r} is a DTensor)" if distributed else ""
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardgraph.api.options import OPTIONS
+from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import checked
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
@@ -79,10 +80,11 @@ def emit(
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``.
-        ShardGraphError: only one of ``loss_fn`` and its target is given, or the program has what plain PyTorch does not
-            have, such as parameters on disk or operators of the user's own; or a file in ``directory`` was edited
-            since it was emitted.
+        ShardGraphError: the model is compiled already; only one of ``loss_fn`` and its target is given, or the
+            program has what plain PyTorch does not have, such as parameters on disk or operators of the user's own; or
+            a file in ``directory`` was edited since it was emitted.
     """
+    check_unsharded(model)
     kwargs, captures = dict(example_kwargs or {}), Captures(torch.device("cpu"))
     mesh_of = partial(resolve_axes, mesh={} if mesh is None and plan == "single" else mesh, cluster=cluster)
     options = precision, recompute, memory, loss_chunk, offload, cluster

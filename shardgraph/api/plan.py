@@ -12,6 +12,7 @@ from torch import nn
 
 from shardgraph.api.analyze import is_fused
 from shardgraph.api.options import OPTIONS
+from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import checked
 from shardgraph.calibration import this_machine
 from shardgraph.cost_models.cluster import Cluster
@@ -84,6 +85,7 @@ def plan(
         PlanError: no plan fits; the message has the smallest peak and ways to make it fit. Or an option is malformed.
         CaptureError: the model cannot be traced into one graph.
         ClusterError: the cluster is unknown, malformed or has fewer devices.
+        ShardGraphError: the model is compiled already.
     """
     job = cluster, devices, global_batch, optimizer, precision, backend, loss_fn
     options: dict[str, Any] = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
@@ -110,9 +112,11 @@ def searched(
     Raises:
         PlanError: an option is malformed.
         ClusterError: the cluster is unknown, malformed or has fewer devices.
+        ShardGraphError: the model is compiled already.
     """
     for name, value in (("devices", devices), ("global_batch", global_batch)):
         expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
+    check_unsharded(model)
     machine = machine_for(cluster or this_machine(), devices or 1)
     ranks = devices or machine.world_size
     mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=machine)

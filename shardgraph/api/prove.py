@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardgraph.api.options import OPTIONS
+from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import MODEL, checked, instance
 from shardgraph.capture.capture import own_loss
 from shardgraph.cost_models.cluster import Cluster
@@ -74,6 +75,7 @@ def prove(
         return proved(model.program)
     if isinstance(model, Program):
         return proved(model)
+    check_unsharded(model)
     mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
     options = (recompute, memory, loss_chunk, offload)
     question = Question.of(model, plan, mesh_of, mesh is None, pipeline, precision, *options, cluster=cluster)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardgraph.api.options import MAKES_OPTIMIZER, OPTIONS
+from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import BOOL, NOT_NEGATIVE, SEED, WHOLE, checked
 from shardgraph.capture.capture import returns_loss
 from shardgraph.capture.captures import Call, Captures
@@ -166,14 +167,15 @@ def verify(
 
     Raises:
         CaptureError, PlanError: as ``shardgraph.compile``; or ``world_size`` is not the number of ranks of the mesh.
-        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches, or an argument
-            is not allowed.
+        ShardGraphError: the loss of a batch does not follow from those of a pipeline's microbatches, an argument is not
+            allowed, or the model is compiled already.
     """
 
     def question(model: nn.Module, precision: str | Precision | None = precision) -> Question:
         options = precision, recompute, memory, loss_chunk, offload, cluster
         return Question.of(model, plan, partial(_mesh, mesh, world_size), mesh is None, pipeline, *options)
 
+    check_unsharded(model)
     trial = _Trial(loss_fn or default_loss, optimizer or _adamw, steps, tolerance, seed)
     call: Any = pytree.tree_map_only(torch.Tensor, _on_cpu, (tuple(example_inputs), dict(example_kwargs or {})))
     if not fp64:

@@ -26,6 +26,7 @@ from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.plan import Plan
+from shardgraph.report.accumulation import accumulation_rows
 from shardgraph.report.analysis import StepCosts
 from shardgraph.report.step import batch_of, timeline_of
 from shardgraph.report.update import trained_shards, update_memory, update_rows
@@ -39,7 +40,8 @@ _STAYS = ("parameters", "buffers", "inputs", "gathered parameters")  # kinds of 
 class StageAnalysis:
     """One stage on one of its ranks.
 
-    ``rows`` are the operations of one microbatch, ``cost`` is the stage's in the simulated schedule. ``once`` are the
+    ``rows`` are the operations of one microbatch, ``cost`` is the stage's in the simulated schedule; both count that
+    its gradients are added to those of the microbatches before, in the mean over all of them. ``once`` are the
     seconds of work done once per step (all-gathers of parameters that stay gathered, reductions of gradients),
     ``update`` those of the optimizer.
 
@@ -326,11 +328,13 @@ class _Stages:
         }
         gradients = _gradients(stage.kept.backward)  # unsharded, accumulated over microbatches
         reduced = gradients if stage.reduce is None else gradients | _gradients(stage.reduce)
+        fixed = sum(state.values()) + sum(gradients.values())
+        added = tuple(accumulation_rows(gradients, plan.pipeline.parts, device, memory))
         return StageAnalysis(
             number=stage.number,
             rank=rank,
-            rows=rows,
-            cost=self._cost(stage, halves, rows, saved, kept, sum(state.values()) + sum(gradients.values())),
+            rows=rows + added,
+            cost=self._cost(stage, halves, rows, added, StageCost(saved=saved, kept=kept, fixed=fixed)),
             once=sum(self._seconds_of(graph) for graph in (stage.gather, stage.reduce) if graph is not None),
             update=sum(row.seconds for row in update_rows(shards, self.optimizer, device, memory, self.whole)),
             state=state,
@@ -345,27 +349,27 @@ class _Stages:
         )
 
     def _cost(
-        self, stage: StageProgram, halves: Halves, rows: Sequence[Row], saved: int, kept: int, fixed: int
+        self, stage: StageProgram, halves: Halves, rows: Sequence[Row], added: Sequence[Row], held: StageCost
     ) -> StageCost:
+        """The bytes of ``held`` with the seconds of ``rows`` and of what ``added`` gradients up."""
         forward, backward = (
             self._simulated([row for row in rows if row.half == half]) for half in ("forward", "backward")
         )
+        adding = self._simulated(added)
         inputs, weights = None, None
         following, preceding = self._sent(stage)
         if halves.backward is not None:
             inputs, weights = map(self._seconds_of, halves.parts)
             scale = backward / (inputs + weights) if inputs + weights else 0.0
-            inputs, weights = inputs * scale, weights * scale
-        return StageCost(
+            inputs, weights = inputs * scale, weights * scale + adding
+        return replace(
+            held,
             forward=forward,
-            backward=backward,
+            backward=backward + adding,
             backward_input=inputs,
             backward_weight=weights,
             send_output=message_seconds(following, self.whole, self.cluster),
             send_gradient=message_seconds(preceding, self.whole, self.cluster),
-            saved=saved,
-            kept=kept,
-            fixed=fixed,
         )
 
     def _sent(self, stage: StageProgram) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -29,6 +29,7 @@ from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.mesh import Mesh
 from shardgraph.passes.schedule.members import ALONE
+from shardgraph.report.accumulation import accumulation_seconds
 from shardgraph.report.pipeline import seconds_between
 from shardgraph.search.buckets import filling
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -156,12 +157,15 @@ class _Estimate:
         Parameters in host memory are copied to the device for each half, and their gradients to the host in backward.
         """
         forward, backward = part.seconds(scale)
+        if staged := self.layout.stages > 1:
+            microbatches, device = self.layout.microbatches, self.cluster.device
+            backward += accumulation_seconds(device, part.reduced, part.tensors, microbatches)
         if self._on_host:
             copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
             called = _LOADS * self.cluster.device.call * part.tensors
             forward = max(forward, copied, part.called + called)
             backward = max(backward, copied, part.called_back + called)
-        fsdp, staged = self.layout.data == "fsdp", self.layout.stages > 1
+        fsdp = self.layout.data == "fsdp"
         gathers = self._gather(part) if fsdp or not staged else 0.0
         again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0
         reductions = 0.0 if staged else self._reduction(part)

@@ -1,0 +1,41 @@
+"""What adding up the gradients of a pipeline's microbatches costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardgraph.cost_models.device import Device
+from shardgraph.passes.analysis.liveness import MemoryProfile
+from shardgraph.passes.analysis.rows import Row
+
+
+def accumulation_rows(
+    gradients: Mapping[str, int], microbatches: int, device: Device, memory: MemoryProfile
+) -> Iterator[Row]:
+    """The additions of a microbatch's gradients, of so many bytes by parameter, to those of the microbatches before.
+
+    The first microbatch adds nothing, and its additions count as a part of each one's: seconds are the mean.
+    """
+    if microbatches == 1:
+        return
+    live = {kind: line[-1] for kind, line in memory.compositions.items() if line[-1]}
+    for fqn, nbytes in gradients.items():
+        yield Row(
+            half="backward",
+            node=f"accumulate {fqn}",
+            operation="accumulate",
+            module=fqn.rpartition(".")[0],
+            label=f"gradient of {fqn}, added up",
+            kind="pointwise",
+            read=2 * nbytes,
+            written=nbytes,
+            seconds=accumulation_seconds(device, nbytes, 1, microbatches),
+            memory=live,
+        )
+
+
+def accumulation_seconds(device: Device, nbytes: float, tensors: float, microbatches: int) -> float:
+    """Seconds to add up gradients of so many bytes in all, in the mean over the microbatches."""
+    rate = device.rate("pointwise")
+    assert rate is not None
+    return (1 - 1 / microbatches) * (tensors * rate.overhead + 3 * nbytes / rate.per_second)
