@@ -395,6 +395,59 @@ def test_programs_of_all_plans_and_depths_are_made_of_one_trace(monkeypatch):
     assert len({id(program.context.values) for program in programs}) == 1, "values of new nodes are computed once"
 
 
+class Plain(Stack):
+    """Blocks that read nothing but each other, so that the last one's backward is that of all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            x = self.between(layer(x), number)
+        return torch.relu(x)
+
+
+class Halved(Plain):
+    """Something is done between the layers, and after the last."""
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * 0.5
+
+
+class PlainButThird(Plain):
+    """What is done after the third layer depends on its number."""
+
+    between = Alternating.between
+
+
+FOUR: dict[str, tuple[Callable[[], Case], int]] = {
+    "plain": (of_blocks(Plain), 2),
+    "llama": (REPEATED["llama"], 2),
+    "gpt2": (REPEATED["gpt2"], 2),
+    "bert": (REPEATED["bert"], 2),
+    "gradients of what all layers read": (of_blocks(Stack), 4),
+    "between the layers": (of_blocks(Halved), 4),
+    "a number in the loop": (of_blocks(PlainButThird), 4),
+    "a dropout in the middle": (of_blocks(Plain, lambda model: setattr(model.layers[2].dropout, "p", 0.0)), 4),
+    "another first layer": (of_blocks(Plain, lambda model: setattr(model.layers[0].dropout, "p", 0.0)), 4),
+    "gemma2, two kinds of layers": (REPEATED["gemma2, two kinds of layers"], 4),
+}
+
+
+@pytest.mark.quick("plain", "gpt2", "a *", "another*")
+@pytest.mark.parametrize("name", FOUR)
+def test_four_layers_are_those_of_a_trace_of_them_made_of_one_of_two_if_all_are_alike(name, monkeypatch):
+    make, layers = FOUR[name]
+    (model, args, kwargs), traced, trace = make(), [], captures.remembered
+    monkeypatch.setattr(captures, "remembered", lambda *args, **kwargs: traced.append(args) or trace(*args, **kwargs))
+    stack = find_stack(model)
+    assert stack is not None
+    depths, plan = Depths(model, stack), shardgraph.preset("fsdp", {"dp": 2})
+    made = depths.captures(4).joint(captures.Call(depths.model(4), args, kwargs), plan)
+    whole = captures.Captures().joint(captures.Call(depths.model(4), args, kwargs), plan)
+    for one, other in zip(written(made.module), written(whole.module), strict=True):
+        assert one == other
+    assert len(traced[-2][0].model.get_submodule(stack.path)) == layers
+
+
 def rows(*operations: str) -> list[Row]:
     fixed: dict[str, Any] = {"half": "forward", "kind": "pointwise", "read": 0, "written": 0, "seconds": 1.0}
     return [Row(node=each, operation=each, label=each, memory={}, **fixed) for each in operations]

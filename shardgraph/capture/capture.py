@@ -30,7 +30,7 @@ from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.matrix_checks import check_matrices
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
-from shardgraph.capture.record import Record, record
+from shardgraph.capture.record import Record, UnequalLayersError, record
 from shardgraph.capture.recurrent import check_recurrent, with_own_weights
 from shardgraph.capture.refused import check_arguments, check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
@@ -40,7 +40,7 @@ from shardgraph.capture.shortened_rows import take_shortenings
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
-from shardgraph.errors import CaptureError, NoLossError
+from shardgraph.errors import CaptureError, NoLossError, ShardGraphError
 from shardgraph.ir.attributes import FORWARD_MODULES, MODULES, ROLE, SOURCE, STACK_TRACE, forget_unknown
 from shardgraph.plans.annotations import constrain
 from shardgraph.plans.annotations.match import Annotated
@@ -193,6 +193,15 @@ def _unequal(
 
 def _in_traced(repeated: Repeated) -> Repeated:
     return [((PREFIX + path).rstrip("."), numbers) for path, numbers in repeated]
+
+
+def does_alike(model: nn.Module, stack: Stack, asked: Asked) -> bool:
+    """Whether a call of the model, and its backward, do the same in all layers of a stack but the first."""
+    try:
+        with rewritten(model):
+            return _recorded(model, [stack], asked).alike()
+    except (UnequalLayersError, ShardGraphError):
+        return False
 
 
 def _recorded(model: nn.Module, stacks: Sequence[Stack], asked: Asked) -> Record:

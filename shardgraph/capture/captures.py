@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from shardgraph.cache.made_once import Ranks
+from shardgraph.capture.capture import Asked, does_alike
 from shardgraph.capture.numbers import input_key
 from shardgraph.capture.pytrees import flatten
 from shardgraph.capture.remembered import remembered
+from shardgraph.capture.stacks import Stack
 from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph
 from shardgraph.plans.annotations import kinds
@@ -109,9 +111,7 @@ class Captures:
             if all(condition.of(leaves) == condition.value for condition in joint.conditions):
                 return joint
         try:
-            with torch.set_grad_enabled(call.training):
-                options: Any = {"annotations": plan.annotations, "precision": plan.precision}
-                joints.append(remembered(call, self._device, self._ranks, **options))
+            joints.append(self._traced(call, plan))
         except CaptureError as error:
             shapes = [] if plan.pipeline is None else call.maybe_uncut(plan.pipeline.parts)
             if not shapes or not re.search(r"\bsizes?\b|\bshapes?\b", str(error), re.IGNORECASE):
@@ -123,6 +123,17 @@ class Captures:
                 "without a pipeline"
             ) from error
         return joints[-1]
+
+    def _traced(self, call: Call, plan: Plan) -> JointGraph:
+        options: Any = {"annotations": plan.annotations, "precision": plan.precision}
+        with torch.set_grad_enabled(call.training):
+            return remembered(call, self._device, self._ranks, **options)
+
+    def does_alike(self, call: Call, plan: Plan, stack: Stack) -> bool:
+        """Whether forward and backward of a call do the same in all layers of a stack but the first."""
+        asked = Asked(call.args, dict(call.kwargs), self._device, call.loss_fn, plan.annotations, plan.precision)
+        with torch.set_grad_enabled(call.training):
+            return does_alike(call.model, stack, asked)
 
     def take(self, call: Call, plan: Plan) -> JointGraph:
         """:meth:`joint`, removed from this cache: for a caller that keeps the graph."""

@@ -7,7 +7,7 @@ part of the time that tracing takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -51,24 +51,28 @@ class _Segment:
 
 @dataclass
 class Record:
-    """The segments of a forward, in order."""
+    """The segments of a forward, in order; values outside of stacks that are ``differentiated`` get a gradient."""
 
     stacks: Sequence[Stack]
     segments: list[_Segment]
+    differentiated: Set[_Value]
 
     def kinds(self, table: dict[Any, int], heads: Sequence[int]) -> list[int]:
         """A number for each segment, equal for segments that do the same.
 
         Segments refer to those before them in a stack by distance, but for the ``heads`` first layers of the stack.
         """
-        return [
-            table.setdefault(
-                (segment.stack, tuple((what, tuple(self._seen(v, segment, heads) for v in of)) for what, of in each)),
-                len(table),
-            )
-            for segment in self.segments
-            for each in (segment.operations,)
-        ]
+        return [table.setdefault((segment.stack, self._done(segment, heads)), len(table)) for segment in self.segments]
+
+    def alike(self) -> bool:
+        """Whether all layers of the only stack but the first do the same, in backward too: all but the last would add
+        up the gradients of what they read from outside."""
+        _, *layers = [segment for segment in self.segments if segment.stack == 0]
+        read = {value for segment in layers for _, of in segment.operations for value in of}
+        return len({self._done(segment, [0]) for segment in layers}) == 1 and not read & self.differentiated
+
+    def _done(self, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
+        return tuple((what, tuple(self._seen(v, segment, heads) for v in of)) for what, of in segment.operations)
 
     def _seen(self, value: _Value, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
         if value.stack < 0 or value.number < heads[value.stack]:
@@ -104,7 +108,7 @@ def record(
     with recorder:
         output = run()
     recorder.returned(output)
-    return Record(stacks, recorder.segments)
+    return Record(stacks, recorder.segments, recorder.differentiated)
 
 
 class _Recorder(TorchDispatchMode):
@@ -119,6 +123,7 @@ class _Recorder(TorchDispatchMode):
         self._held: list[torch.Tensor] = []  # so that no id is used twice
         self._values: dict[Any, _Value] = {}
         self.segments = [_Segment(-1, 0)]
+        self.differentiated: set[_Value] = set()
         for name, tensor in _tensors(model):
             if not self._known(tensor):
                 found = layer_of(name, stacks)
@@ -196,6 +201,8 @@ class _Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor, value: _Value) -> _Value:
         self._held.append(tensor)
+        if value.stack < 0 and tensor.requires_grad:
+            self.differentiated.add(value)
         self._values[id(tensor)] = self._values[_place(tensor)] = value
         return value
 

@@ -99,7 +99,8 @@ class _Repetition:
 
     def _forward(self) -> tuple[list[fx.Node], list[fx.Node]]:
         nodes, units = self._half(MODULES, backward=False)
-        first, second, after = (units.index(unit) if unit in units else len(units) for unit in (0, 1, 2))
+        first, second = (units.index(unit) if unit in units else len(units) for unit in (0, 1))
+        after = units.index(2) if 2 in units else 2 * second - first
         if not first < second < after:
             raise UnequalLayersError("layers are not one after the other in forward")
         return nodes[first:second], nodes[second:after]

@@ -10,7 +10,7 @@ from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.search.depths import TRACED
+from shardgraph.search.depths import PLACED
 from shardgraph.search.divided_costs import among_more, both, slower
 from shardgraph.search.layer_costs import LayerCosts, layer_costs, takes_another, whole_costs
 from shardgraph.search.layouts import Layout
@@ -128,11 +128,11 @@ class CostTable:
             program, analysis = program_of(source, plan)
             self._say_gaps(plan, program)
             return whole_costs(program, analysis)
-        few = program_of(self.source.at(depths, TRACED, plan), plan)
+        few = program_of(self.source.at(depths, PLACED, plan), plan)
         self._say_gaps(plan, few[0])
         another = takes_another(few[1], depths.stack)
-        more = program_of(self.source.at(depths, TRACED + 1, plan), plan) if another else None
-        return layer_costs(few, more, depths.stack, TRACED)
+        more = program_of(self.source.at(depths, PLACED + 1, plan), plan) if another else None
+        return layer_costs(few, more, depths.stack, PLACED)
 
     def _say_gaps(self, plan: Plan, program: Program) -> None:
         """Remark on the gap of each axis' placements, which a program notes if it is above 0."""

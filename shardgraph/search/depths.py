@@ -1,8 +1,9 @@
-"""Captured graphs of a model with other numbers of equal layers, all from one trace of four.
+"""Captured graphs of a model with other numbers of equal layers, all from one trace of two.
 
-A trace takes most of the time of an analysis, and assigning placements along operator axes most of the rest. Both are
-done for four layers; graphs with more are made by repeating a layer (:mod:`shardgraph.capture.repeat`), which refuses
-layers that are not alike. Such a graph is traced, and its placements are assigned, by itself.
+A trace takes most of the time of an analysis, and assigning placements along operator axes most of the rest. Two layers
+are traced, and placements are assigned for four; graphs with more are made by repeating a layer
+(:mod:`shardgraph.capture.repeat`), which refuses layers that are not alike. Such a graph is traced, and its placements
+are assigned, by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fnmatch
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,11 +38,15 @@ from shardgraph.ir.attributes import (
 from shardgraph.passes.placing import Placed, placed, placement_key, placing_passes
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.folding import Stack, shortened
+from shardgraph.report.folding import Stack, shortened, unlike
 
-TRACED = 4
-"""Layers of the model that is traced: the first, two alike, which say what a layer in between reads, and the last. The
-first one also brings to their placements what all layers read."""
+_TRACED = 2
+"""Layers of the model that is traced, which say what a layer in between reads, if a record of forward, which takes a
+small part of the time, says that all layers do alike."""
+
+PLACED = 4
+"""Layers of the model whose placements are assigned: the first, which also brings to their placements what all layers
+read, two alike, and the last."""
 
 
 class Depths:
@@ -60,17 +66,29 @@ class Depths:
     def captures(self, layers: int) -> Captures:
         """The graphs of calls of :meth:`model`."""
         if layers not in self._captures:
-            self._captures[layers] = _Kept() if layers <= TRACED else _Repeated(self, layers)
+            few = self._repeated_for(layers)
+            self._captures[layers] = _Kept() if few is None else _Repeated(self, few)
         return self._captures[layers]
 
+    def _repeated_for(self, layers: int) -> stacks.Stack | None:
+        """The stack with so many layers, and those of fewer that are repeated for it; None if all of them are traced.
+
+        The first layer may do something else than the others, which the graph of two tells.
+        """
+        if layers > PLACED:
+            return stacks.Stack(self.stack.path, layers, head=1, repeats=layers - PLACED)
+        if layers > _TRACED and not self._unlike:
+            return stacks.Stack(self.stack.path, layers, repeats=layers - _TRACED)
+        return None
+
+    @cached_property
+    def _unlike(self) -> str:
+        return unlike(self._model, self.stack)
+
     def repeats(self, call: Call, plan: Plan, layers: int) -> bool:
-        """Whether the graph of a call with so many layers is the traced one in which equal layers are repeated."""
+        """Whether the graph of a call with so many layers is one of fewer in which equal layers are repeated."""
         joint = self.captures(layers).joint(replace(call, model=self.model(layers)), plan)
         return _is_repeated(joint)
-
-    def more(self, layers: int) -> stacks.Stack:
-        """The stack with ``layers`` layers, of which the traced model has four."""
-        return stacks.Stack(self.stack.path, layers, head=1, repeats=layers - TRACED)
 
 
 class _Kept(Captures):
@@ -81,50 +99,53 @@ class _Kept(Captures):
 
 
 class _Repeated(_Kept):
-    """Graphs with ``layers`` layers from those of the traced model."""
+    """Graphs with all layers of ``stack`` from those with few, if these are alike."""
 
-    def __init__(self, depths: Depths, layers: int) -> None:
+    def __init__(self, depths: Depths, stack: stacks.Stack) -> None:
         super().__init__()
-        self._depths, self._layers = depths, layers
-        self._made: dict[int, JointGraph] = {}
-        self._traced: list[JointGraph] = []  # kept alive, since their ids are keys
+        self._depths, self._stack = depths, stack
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
-        few = self._depths.model(TRACED)
-        traced = self._depths.captures(TRACED).joint(replace(call, model=few), plan)
-        if id(traced) not in self._made:
-            self._traced.append(traced)
-            self._made[id(traced)] = self._repeated(traced) or super().joint(call, plan)
-        joint = self._made[id(traced)]
-        if placing_passes(plan) and _is_repeated(joint):
-            self._take_placements(traced, joint, plan)
+        joint = super().joint(call, plan)
+        if self._stack.few == PLACED and placing_passes(plan) and _is_repeated(joint):
+            self._take_placements(self._with_few(call, plan), joint, plan)
         return joint
 
-    def _repeated(self, traced: JointGraph) -> JointGraph | None:
-        if traced.attributes or traced.results or traced.replaced or traced.shortened:
+    def _traced(self, call: Call, plan: Plan) -> JointGraph:
+        alike = self._stack.few == PLACED or self.does_alike(call, plan, self._stack)
+        return (self._repeated(self._with_few(call, plan)) if alike else None) or super()._traced(call, plan)
+
+    def _with_few(self, call: Call, plan: Plan) -> JointGraph:
+        few = self._stack.few
+        return self._depths.captures(few).joint(replace(call, model=self._depths.model(few)), plan)
+
+    def _repeated(self, few: JointGraph) -> JointGraph | None:
+        if few.attributes or few.results or few.replaced or few.shortened:
             return None  # what forward leaves behind may be of any layer
-        stored = {name: parameter.dtype for name, parameter in self._depths.model(self._layers).named_parameters()}
+        model = self._depths.model(self._stack.layers)
+        stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with suppress(UnequalLayersError):
-            module = repeat(traced.module, self._depths.more(self._layers))
+            module = repeat(few.module, self._stack)
             # For analysis alone: such a graph is not run, so it has no guards.
-            return replace(traced, module=module, stored=stored, guards=None, origin=None, placed={})
+            return replace(few, module=module, stored=stored, guards=None, origin=None, placed={})
         return None
 
-    def _take_placements(self, traced: JointGraph, joint: JointGraph, plan: Plan) -> None:
-        """Give the graph the traced one's placements under a plan, if the layers that it repeats have equal ones."""
-        few, more = (named_shapes(self._depths.model(layers)) for layers in (TRACED, self._layers))
+    def _take_placements(self, few: JointGraph, joint: JointGraph, plan: Plan) -> None:
+        """Give the graph the placements under a plan of that with few layers, if those that are repeated have equal
+        ones."""
+        shapes, more = (named_shapes(self._depths.model(each)) for each in (PLACED, self._stack.layers))
         key = placement_key(plan, plan.resolve(more))
         if key in joint.placed:
             return
         # How parameters of further layers are stored over data ranks is nothing to their placements.
-        known = tuple(rule for rule in plan.parameters if fnmatch.filter(few, rule[0]))
+        known = tuple(rule for rule in plan.parameters if fnmatch.filter(shapes, rule[0]))
         plan = replace(plan, parameters=known)
-        placed(traced, plan, few)
-        found = traced.placed[placement_key(plan, plan.resolve(few))]
-        stack = self._depths.more(self._layers)
+        placed(few, plan, shapes)
+        found = few.placed[placement_key(plan, plan.resolve(shapes))]
         with suppress(UnequalLayersError):
-            module, context = repeat(_without_names(found.module), stack), found.context
-            records = {name: _of_more(getattr(context, name), more, stack) for name in ("parameters", "shapes", "sums")}
+            module, context = repeat(_without_names(found.module), self._stack), found.context
+            names = "parameters", "shapes", "sums"
+            records = {name: _of_more(getattr(context, name), more, self._stack) for name in names}
             joint.placed[key] = Placed(module, replace(context.copy(), stored=joint.stored, **records), found.axes)
 
 

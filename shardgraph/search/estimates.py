@@ -14,7 +14,7 @@ from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
 from shardgraph.report.folding import unlike
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
-from shardgraph.search.depths import TRACED
+from shardgraph.search.depths import PLACED
 from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
@@ -175,7 +175,7 @@ class Estimates:
         source, plan = self._source, self._question.with_options(Layout().plan())
         if source.depths is None or plan.loss_chunk is not None:
             return False
-        few = source.at(source.depths, TRACED, plan)
+        few = source.at(source.depths, PLACED, plan)
         return has_scores(few.captures.joint(few.call, plan).module, LOSS_CHUNK)
 
     def _best_of(self, estimated: Sequence[Estimated]) -> float:
