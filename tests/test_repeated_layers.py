@@ -98,6 +98,29 @@ class AllStates(Stack):
         return states
 
 
+class Plain(Stack):
+    """Blocks that read nothing but each other, so that the last one's backward is that of all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            x = self.between(layer(x), number)
+        return torch.relu(x)
+
+
+class Halved(Plain):
+    """Something is done between the layers, and after the last."""
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * 0.5
+
+
+class PlainButThird(Plain):
+    """What is done after the third layer depends on its number."""
+
+    between = Alternating.between
+
+
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -267,12 +290,31 @@ def test_a_hook_that_only_one_layer_has_is_traced():
     assert of_few((case, (X,), {})) is None
 
 
-def test_layers_that_are_left_out_are_not_traced(monkeypatch):
-    layers = []
-    traced = room._traced
-    monkeypatch.setattr(room, "_traced", lambda model, *rest: layers.append(len(model.layers)) or traced(model, *rest))
-    room.capture(Stack(40), (X,), {}, device=torch.device("cpu"))
-    assert layers == [4]
+def _first_is_marked() -> nn.Module:
+    """What the tracer reads of the first layer differs, and changes no operation."""
+
+    class Marked(Block):
+        first = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(+x if self.first else x)
+
+    model = Plain(40)
+    model.layers = nn.ModuleList(Marked() for _ in range(40))
+    model.layers[0].first = True
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "traced"),
+    [(lambda: Plain(40), [2]), (lambda: Stack(40), [4]), (_first_is_marked, [2, 4])],
+    ids=["alike", "gradients of what all layers read", "alike but for what is read of the first"],
+)
+def test_layers_that_are_left_out_are_not_traced(model, traced, monkeypatch):
+    layers, trace = [], room._traced
+    monkeypatch.setattr(room, "_traced", lambda model, *rest: layers.append(len(model.layers)) or trace(model, *rest))
+    room.capture(model(), (X,), {}, device=torch.device("cpu"))
+    assert layers == traced
 
 
 def test_the_record_of_equal_operations_is_that_of_running_each(monkeypatch):
@@ -393,29 +435,6 @@ def test_programs_of_all_plans_and_depths_are_made_of_one_trace(monkeypatch):
         programs += [source.at(depths, layers, question.plan).program() for layers in (4, 5, 4, 6)]
     assert len(traced) == 1
     assert len({id(program.context.values) for program in programs}) == 1, "values of new nodes are computed once"
-
-
-class Plain(Stack):
-    """Blocks that read nothing but each other, so that the last one's backward is that of all."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for number, layer in enumerate(self.layers):
-            x = self.between(layer(x), number)
-        return torch.relu(x)
-
-
-class Halved(Plain):
-    """Something is done between the layers, and after the last."""
-
-    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        return x * 0.5
-
-
-class PlainButThird(Plain):
-    """What is done after the third layer depends on its number."""
-
-    between = Alternating.between
 
 
 FOUR: dict[str, tuple[Callable[[], Case], int]] = {

@@ -199,7 +199,7 @@ def does_alike(model: nn.Module, stack: Stack, asked: Asked) -> bool:
     """Whether a call of the model, and its backward, do the same in all layers of a stack but the first."""
     try:
         with rewritten(model):
-            return _recorded(model, [stack], asked).alike()
+            return _recorded(model, [stack], asked).alike(0)
     except (UnequalLayersError, ShardGraphError):
         return False
 

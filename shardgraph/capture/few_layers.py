@@ -13,7 +13,8 @@ Where any of that does not hold, the whole model is traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,14 +52,28 @@ def _from_few_layers(
     traced: Callable[[nn.Module], tuple[ir.JointGraph, Callable[..., str]]],
     recorded: Callable[[nn.Module, Sequence[Stack]], Record],
 ) -> ir.JointGraph | None:
-    kinds: dict[Any, int] = {}
     whole = recorded(model, stacks)
-    repeated, heads = repeated_layers(whole, kinds)
+    if alike := {position for position in range(len(stacks)) if whole.alike(position)}:
+        with suppress(UnequalLayersError):
+            return _repeated(model, whole, alike, traced, recorded)
+    return _repeated(model, whole, set(), traced, recorded)
+
+
+def _repeated(
+    model: nn.Module,
+    whole: Record,
+    alike: Set[int],
+    traced: Callable[[nn.Module], tuple[ir.JointGraph, Callable[..., str]]],
+    recorded: Callable[[nn.Module, Sequence[Stack]], Record],
+) -> ir.JointGraph | None:
+    """The graph from few layers of each stack, from two of those whose layers are all ``alike``."""
+    kinds: dict[Any, int] = {}
+    repeated, heads = repeated_layers(whole, kinds, alike)
     if not repeated:
         return None
     few = with_few_layers(model, repeated)
     by_path = {stack.path: stack for stack in repeated}
-    remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in stacks]
+    remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in whole.stacks]
     check_same(whole, recorded(few, remaining), repeated, heads, kinds)
     joint, unequal = traced(few)
     if joint.attributes or joint.results or joint.replaced or joint.shortened:

@@ -64,12 +64,18 @@ class Record:
         """
         return [table.setdefault((segment.stack, self._done(segment, heads)), len(table)) for segment in self.segments]
 
-    def alike(self) -> bool:
-        """Whether all layers of the only stack but the first do the same, in backward too: all but the last would add
-        up the gradients of what they read from outside."""
-        _, *layers = [segment for segment in self.segments if segment.stack == 0]
+    def alike(self, stack: int) -> bool:
+        """Whether all layers of a stack but the first do the same, in backward too: all but the last would add up the
+        gradients of what they read from outside, and only one's values are returned."""
+        layers = [segment for segment in self.segments if segment.stack == stack][1:]
         read = {value for segment in layers for _, of in segment.operations for value in of}
-        return len({self._done(segment, [0]) for segment in layers}) == 1 and not read & self.differentiated
+        if any(value in self.differentiated or value.stack not in (-1, stack) for value in read):
+            return False
+        _, returned = self.segments[-1].operations[-1]
+        if any(value.stack == stack for value in returned):
+            return False
+        heads = [0] * len(self.stacks)
+        return len({self._done(segment, heads) for segment in layers}) == 1
 
     def _done(self, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
         return tuple((what, tuple(self._seen(v, segment, heads) for v in of)) for what, of in segment.operations)
@@ -243,14 +249,19 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def repeated_layers(recorded: Record, table: dict[Any, int]) -> tuple[list[Stack], list[int]]:
+def repeated_layers(
+    recorded: Record, table: dict[Any, int], alike: Set[int] = frozenset()
+) -> tuple[list[Stack], list[int]]:
     """The stacks of a forward in which layers repeat, and for each of ``recorded.stacks`` how many first layers all
     others may read.
 
-    ``table`` numbers the kinds of segments.
+    ``table`` numbers the kinds of segments. Of stacks whose layers are all ``alike`` the first and the last are kept.
     """
     stacks, heads = list(recorded.stacks), [0] * len(recorded.stacks)
     for position, stack in enumerate(stacks):
+        if position in alike:
+            stacks[position] = replace(stack, repeats=stack.layers - 2)
+            continue
         here = [i for i, segment in enumerate(recorded.segments) if segment.stack == position]
         best = stack, 0
         for head in range(_FIRST) if here else ():
