@@ -121,6 +121,13 @@ class PlainButThird(Plain):
     between = Alternating.between
 
 
+class OfThreeOrMore(Plain):
+    """A model that reads its third layer does not run with two."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if len(self.layers[2]._modules) else x
+
+
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -446,6 +453,7 @@ FOUR: dict[str, tuple[Callable[[], Case], int]] = {
     "between the layers": (of_blocks(Halved), 4),
     "a number in the loop": (of_blocks(PlainButThird), 4),
     "a dropout in the middle": (of_blocks(Plain, lambda model: setattr(model.layers[2].dropout, "p", 0.0)), 4),
+    "a third layer by its number": (of_blocks(OfThreeOrMore), 4),
     "another first layer": (of_blocks(Plain, lambda model: setattr(model.layers[0].dropout, "p", 0.0)), 4),
     "gemma2, two kinds of layers": (REPEATED["gemma2, two kinds of layers"], 4),
 }

@@ -70,6 +70,7 @@ def prove(
         CaptureError: the model cannot be traced into one graph.
         PlanError: the plan does not exist or does not fit the model or the mesh.
         ClusterError: the cluster is unknown, malformed or smaller than the mesh.
+        ShardGraphError: the model is sharded by other means than this library's.
     """
     if isinstance(model, ShardedModule):
         return proved(model.program)

@@ -54,7 +54,7 @@ def _from_few_layers(
 ) -> ir.JointGraph | None:
     whole = recorded(model, stacks)
     if alike := {position for position in range(len(stacks)) if whole.alike(position)}:
-        with suppress(UnequalLayersError):
+        with suppress(UnequalLayersError, ShardGraphError):  # a model of two layers may not run
             return _repeated(model, whole, alike, traced, recorded)
     return _repeated(model, whole, set(), traced, recorded)
 

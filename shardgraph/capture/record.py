@@ -65,8 +65,11 @@ class Record:
         return [table.setdefault((segment.stack, self._done(segment, heads)), len(table)) for segment in self.segments]
 
     def alike(self, stack: int) -> bool:
-        """Whether all layers of a stack but the first do the same, in backward too: all but the last would add up the
-        gradients of what they read from outside, and only one's values are returned."""
+        """Whether all layers of a stack but the first do the same, in backward too.
+
+        They do not if the last one is a case of its own: its values are returned, or it is the only one that does not
+        add to a gradient of what all read from outside.
+        """
         layers = [segment for segment in self.segments if segment.stack == stack][1:]
         read = {value for segment in layers for _, of in segment.operations for value in of}
         if any(value in self.differentiated or value.stack not in (-1, stack) for value in read):

@@ -22,6 +22,7 @@ from shardgraph.capture import stacks
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.repeat import repeat
+from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.ir.attributes import (
     AVERAGES,
@@ -112,8 +113,13 @@ class _Repeated(_Kept):
         return joint
 
     def _traced(self, call: Call, plan: Plan) -> JointGraph:
-        alike = self._stack.few == PLACED or self.does_alike(call, plan, self._stack)
-        return (self._repeated(self._with_few(call, plan)) if alike else None) or super()._traced(call, plan)
+        made = None
+        if self._stack.few == PLACED:
+            made = self._repeated(self._with_few(call, plan))
+        elif self.does_alike(call, plan, self._stack):
+            with suppress(CaptureError):  # a model of two layers may not run
+                made = self._repeated(self._with_few(call, plan))
+        return made or super()._traced(call, plan)
 
     def _with_few(self, call: Call, plan: Plan) -> JointGraph:
         few = self._stack.few
