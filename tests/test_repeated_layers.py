@@ -348,9 +348,10 @@ CHANGES: dict[str, Callable[[Stack], Any]] = {
 }
 
 
+@pytest.mark.parametrize("kind", [Stack, Plain])  # of which four layers are traced, and two
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_in_a_layer_that_was_not_traced_makes_another_program(change):
-    model = Stack()
+def test_what_changes_in_a_layer_that_was_not_traced_makes_another_program(change, kind):
+    model = kind()
     guards = room.capture(model, (X,), {}, device=torch.device("cpu")).take_guards(model)
     assert guards.hold, guards.failing
     CHANGES[change](model)
@@ -378,21 +379,22 @@ def test_numbers_from_the_rows_are_those_of_all_layers():
     assert all(math.isclose(each.longer, 5) for each in numbers)
 
 
-@pytest.mark.parametrize("plan", ["fsdp"])
-def test_the_program_trains_like_the_original(plan):
-    model = Stack()
+@pytest.mark.parametrize("kind", [Stack, Plain])
+def test_the_program_trains_like_the_original(kind):
+    model = kind()
     assert of_few((model, (X,), {})) is not None
-    assert shardgraph.verify(model, (X,), plan, world_size=2, steps=3).ok
+    assert shardgraph.verify(model, (X,), "fsdp", world_size=2, steps=3).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plan", "schedule"), [("pp", "zbv"), ("pp+fsdp", "1f1b"), ("pp+zero2", "zbv")])
-def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(plan, schedule, monkeypatch):
+@pytest.mark.parametrize("kind", [lambda: nn.Sequential(*(Block() for _ in range(12))), Plain], ids=["four", "two"])
+def test_a_pipeline_takes_the_memory_that_it_takes_of_a_whole_trace(plan, schedule, kind, monkeypatch):
     mesh = {"pp": 2} if plan == "pp" else {"pp": 2, "dp": 2}
 
     def found() -> Any:
         pipeline = shardgraph.Pipeline(4, schedule=schedule)
-        model, cluster = nn.Sequential(*(Block() for _ in range(12))), shardgraph.Cluster.of("H100")
+        model, cluster = kind(), shardgraph.Cluster.of("H100")
         joint = room.capture(model, (X,), {}, device=torch.device("cpu"))
         wanted = shardgraph.preset(plan, mesh, pipeline)
         blocks = stages._blocks_of(joint, wanted, named_shapes(model), cluster)
