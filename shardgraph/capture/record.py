@@ -252,9 +252,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def repeated_layers(
-    recorded: Record, table: dict[Any, int], alike: Set[int] = frozenset()
-) -> tuple[list[Stack], list[int]]:
+def repeated_layers(recorded: Record, table: dict[Any, int], alike: Set[int]) -> tuple[list[Stack], list[int]]:
     """The stacks of a forward in which layers repeat, and for each of ``recorded.stacks`` how many first layers all
     others may read.
 
