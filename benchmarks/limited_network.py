@@ -239,13 +239,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="limited-network", help="results/NAME.json is written")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--settings", nargs="+", default=[setting.name for setting in SETTINGS])
+    names = [setting.name for setting in SETTINGS]
+    parser.add_argument("--settings", nargs="+", default=names, choices=names)
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one setting")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.threads = 1
+    options.threads, options.optimizer = 1, "adamw"
     if options.worker:
         return work(options)
     if os.geteuid() != 0:

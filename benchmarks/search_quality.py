@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--finals", type=int, default=9, help="rounds of the automatic plans and the best by name")
-    parser.add_argument("--jobs", nargs="*", default=list(JOBS), help="names of jobs (default: all)")
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS), help="default: all")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     options = parser.parse_args()
     print(f"{options.ranks} gloo ranks of one thread; milliseconds for the batch of a data rank")

@@ -12,7 +12,7 @@ import shardgraph
 from shardgraph import Pipeline, Plan, PlanError, ShardGraphError
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.differences import differences
-from shardgraph.report.parts import parts_of
+from shardgraph.report.parts import ADDITION, parts_of
 from tests.machines import toy_cluster
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -78,6 +78,22 @@ def test_accumulated_calls_are_part_of_a_step_and_hold_gradients():
     assert twice.seconds["computation"] == pytest.approx(2 * once.seconds["computation"])
     assert twice.seconds["update"] == once.seconds["update"] and twice.samples == 2 * once.samples
     assert twice.peak > once.peak
+
+
+def test_the_gradients_of_accumulated_calls_are_added_up():
+    """Once for two calls, twice for three: two reads and a write of every gradient that is held."""
+    rate = toy_cluster().device.rate("pointwise")
+    held = parts_of(analysed(DDP)).memory
+    for calls in (2, 3):
+        analysis = analysed(replace(DDP, batch=Batch(16 * calls, calls=calls)))
+        nbytes = analysis.rows[-1].memory["gradients"]
+        assert nbytes >= held["parameters"]
+        parts = parts_of(analysis)
+        assert parts.seconds[ADDITION] == pytest.approx((calls - 1) * 3 * nbytes / rate.per_second)
+        assert parts.step == pytest.approx(
+            calls * (analysis.time.total - analysis.time.optimizer) + analysis.time.optimizer + parts.seconds[ADDITION]
+        )
+    assert ADDITION not in parts_of(analysed(DDP)).seconds
 
 
 def test_it_reads_as_text():

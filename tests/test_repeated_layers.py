@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,53 @@ class OfThreeOrMore(Plain):
         return super().forward(x) if len(self.layers[2]._modules) else x
 
 
+class Marked(Plain):
+    """A constant is set on the model, at the same time as on those of ``transformers`` that are given labels."""
+
+    mark: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mark = "called"
+        return super().forward(x)
+
+
+class MarkedByOne(Plain):
+    """One layer's number decides that a constant is set."""
+
+    mark: Any = None
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        if number == 5:
+            self.mark = "five"
+        return x
+
+
+class KeepsOne(Plain):
+    """What comes out of one layer is kept, which takes no operation."""
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        if number == 5:
+            self.kept = x
+        return x
+
+
+class Prints(Plain):
+    """One layer's number decides that something is printed, in the middle of a line."""
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return (print("layer 5") or x) if number == 5 else x
+
+
+class MarkedBlock(Block):
+    """A constant is set on each layer."""
+
+    mark: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mark = "called"
+        return super().forward(x)
+
+
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -155,6 +203,14 @@ def of_transformers(
 
 def pixels() -> dict[str, Any]:
     return {"pixel_values": torch.zeros(2, 3, 32, 32, device="meta")}
+
+
+def labelled_pixels() -> dict[str, Any]:
+    return pixels() | {"labels": torch.zeros(2, dtype=torch.long, device="meta")}
+
+
+def captions() -> dict[str, Any]:
+    return pixels() | {"input_ids": torch.zeros(2, 6, dtype=torch.long, device="meta"), "return_loss": True}
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
@@ -185,6 +241,20 @@ REPEATED: dict[str, Callable[[], Case]] = {
     ),
     "bert": of_transformers("BertForMaskedLM", "BertConfig", num_hidden_layers=9, vocab_size=100, **SMALL),
     "vit": of_transformers("ViTModel", "ViTConfig", pixels, num_hidden_layers=9, image_size=32, patch_size=8, **SMALL),
+    "vit with labels, which sets its config": of_transformers(
+        "ViTForImageClassification",
+        "ViTConfig",
+        labelled_pixels,
+        **{"num_hidden_layers": 9, "image_size": 32, "patch_size": 8, "num_labels": 3, **SMALL},
+    ),
+    "clip, two stacks and a flag": of_transformers(
+        "CLIPModel",
+        "CLIPConfig",
+        captions,
+        text_config={"num_hidden_layers": 9, "vocab_size": 100, "eos_token_id": 0, **SMALL},
+        vision_config={"num_hidden_layers": 10, "image_size": 32, "patch_size": 8, **SMALL},
+    ),
+    "a constant set on the model": of_blocks(Marked),
     "t5, two stacks": of_transformers(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -204,6 +274,12 @@ WHOLE: dict[str, Callable[[], Case]] = {
     "a number in the loop": of_blocks(OneIsOther),
     "the number of layers": of_blocks(MeanOfLayers),
     "mirrored": of_blocks(Mirrored),
+    "a constant set for one layer": of_blocks(MarkedByOne),
+    "a constant set on each layer": of_blocks(
+        Plain, lambda model: setattr(model, "layers", nn.ModuleList(MarkedBlock() for _ in range(10)))
+    ),
+    "the output of one layer kept": of_blocks(KeepsOne),
+    "one layer's number printed": of_blocks(Prints),
     "all states": of_blocks(AllStates),
     "a dropout in the middle": of_blocks(change=lambda model: setattr(model.layers[5].dropout, "p", 0.2)),
     "a wider layer in the middle": of_blocks(change=lambda model: setattr(model.layers[5], "linear", Wide())),
@@ -261,7 +337,7 @@ def written(gm: fx.GraphModule) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.quick("root", "blocks")
+@pytest.mark.quick("root", "blocks", "a constant*")
 @pytest.mark.parametrize("name", REPEATED)
 def test_the_graph_is_the_one_of_the_whole_model(name):
     case = REPEATED[name]()
@@ -270,6 +346,7 @@ def test_the_graph_is_the_one_of_the_whole_model(name):
     for one, other in zip(written(few.module), written(whole.module), strict=True):
         assert one == other
     assert (few.aliases, few.out_spec) == (whole.aliases, whole.out_spec)
+    assert few.attributes == whole.attributes
 
 
 def test_the_forward_alone_is_the_one_of_the_whole_model():
@@ -295,6 +372,32 @@ def test_a_hook_that_only_one_layer_has_is_traced():
     case, calls = Stack(), []
     case.layers[5].register_forward_hook(lambda *_: calls.append(1))  # no operation shows it
     assert of_few((case, (X,), {})) is None
+
+
+def test_what_forward_sets_for_one_of_many_layers_is_set():
+    model = MarkedByOne()
+    sharded = shardgraph.compile(model, "single", example_inputs=(X,), progress=False)
+    assert sharded.mark is None
+    sharded(X)
+    assert sharded.mark == "five"
+
+
+def test_what_forward_prints_for_one_of_many_layers_is_refused():
+    with pytest.raises(shardgraph.CaptureError, match=r"forward calls print.*\n.*in between"):
+        shardgraph.compile(Prints(), "single", example_inputs=(X,), progress=False)
+
+
+def test_a_debugger_is_there_again_after_a_capture():
+    def debugger(*_: Any) -> None:
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        assert of_few(REPEATED["blocks"]()) is not None
+        assert sys.gettrace() is debugger
+    finally:
+        sys.settrace(before)
 
 
 def _first_is_marked() -> nn.Module:
@@ -451,6 +554,8 @@ FOUR: dict[str, tuple[Callable[[], Case], int]] = {
     "llama": (REPEATED["llama"], 2),
     "gpt2": (REPEATED["gpt2"], 2),
     "bert": (REPEATED["bert"], 2),
+    "vit with labels": (REPEATED["vit with labels, which sets its config"], 2),
+    "clip, which returns the last layer's output": (REPEATED["clip, two stacks and a flag"], 4),
     "gradients of what all layers read": (of_blocks(Stack), 4),
     "between the layers": (of_blocks(Halved), 4),
     "a number in the loop": (of_blocks(PlainButThird), 4),
@@ -461,7 +566,7 @@ FOUR: dict[str, tuple[Callable[[], Case], int]] = {
 }
 
 
-@pytest.mark.quick("plain", "gpt2", "a *", "another*")
+@pytest.mark.quick("plain", "gpt2", "a *", "another*", "vit*", "clip*")
 @pytest.mark.parametrize("name", FOUR)
 def test_four_layers_are_those_of_a_trace_of_them_made_of_one_of_two_if_all_are_alike(name, monkeypatch):
     make, layers = FOUR[name]

@@ -37,6 +37,7 @@ from shardgraph.capture.rewrites import rewritten
 from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.scaled_products import scale_products
 from shardgraph.capture.shortened_rows import take_shortenings
+from shardgraph.capture.side_effects import is_constant
 from shardgraph.capture.stacks import Stack
 from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
@@ -196,10 +197,12 @@ def _in_traced(repeated: Repeated) -> Repeated:
 
 
 def does_alike(model: nn.Module, stack: Stack, asked: Asked) -> bool:
-    """Whether a call of the model, and its backward, do the same in all layers of a stack but the first."""
+    """Whether a call of the model, and its backward, do the same in all layers of a stack but the first, and leave
+    nothing behind but constants."""
     try:
         with rewritten(model):
-            return _recorded(model, [stack], asked).alike(0)
+            recorded = _recorded(model, [stack], asked)
+            return recorded.alike(0) and all(map(is_constant, recorded.left.values()))
     except (UnequalLayersError, ShardGraphError):
         return False
 

@@ -24,7 +24,8 @@ from torch import nn
 from shardgraph import ir
 from shardgraph.capture.record import Record, UnequalLayersError, check_same, repeated_layers
 from shardgraph.capture.repeat import repeat
-from shardgraph.capture.stacks import Stack, stacks_of, with_few_layers
+from shardgraph.capture.side_effects import same_constants
+from shardgraph.capture.stacks import Stack, layer_of, stacks_of, with_few_layers
 from shardgraph.errors import ShardGraphError
 
 
@@ -76,8 +77,11 @@ def _repeated(
     remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in whole.stacks]
     check_same(whole, recorded(few, remaining), repeated, heads, kinds)
     joint, unequal = traced(few)
-    if joint.attributes or joint.results or joint.replaced or joint.shortened:
-        raise UnequalLayersError("forward sets attributes or writes parameters")
+    if joint.results or joint.replaced or joint.shortened:
+        raise UnequalLayersError("forward sets attributes to tensors, or writes parameters")
+    inside = [each for each in joint.attributes if layer_of(each.path, repeated)]
+    if inside or not same_constants(joint.attributes, whole.left):
+        raise UnequalLayersError("forward sets attributes of layers, or others with few layers")
     numbers = [(stack.path, {few: stack.stands_for(few) for few in range(stack.few)}) for stack in repeated]
     if difference := unequal(model, numbers):
         raise UnequalLayersError(difference)

@@ -7,7 +7,7 @@ part of the time that tracing takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgraph.capture.loops import RunAround
+from shardgraph.capture.side_effects import LeftBehind
 from shardgraph.capture.stacks import LEAST, Stack, layer_of, numbered_modules
 from shardgraph.ir.fake_values import Make, again
 from shardgraph.torch_api import FakeTensor, FakeTensorMode, outside_modes, pytree
@@ -51,11 +53,17 @@ class _Segment:
 
 @dataclass
 class Record:
-    """The segments of a forward, in order; values outside of stacks that are ``differentiated`` get a gradient."""
+    """The segments of a forward, in order; values outside of stacks that are ``differentiated`` get a gradient.
+
+    ``left`` is what it changed on the model: the values of attributes by the path of a module and their keys.
+    ``around`` are the instructions of Python that ran around each layer, by its stack's position and its number.
+    """
 
     stacks: Sequence[Stack]
     segments: list[_Segment]
     differentiated: Set[_Value]
+    left: Mapping[tuple[str, tuple[str, ...]], Any]
+    around: Mapping[tuple[int, int], Set[Any]]
 
     def kinds(self, table: dict[Any, int], heads: Sequence[int]) -> list[int]:
         """A number for each segment, equal for segments that do the same.
@@ -95,37 +103,38 @@ def record(
     run: Callable[[], Any],
     model: nn.Module,
     mode: FakeTensorMode,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Any],
     stacks: Sequence[Stack],
 ) -> Record:
-    """The record of ``run()``, a call of ``model`` on fake ``inputs`` of ``mode``.
+    """The record of ``run()``, a call of ``model`` on ``inputs`` whose tensors are fake ones of ``mode``.
 
     Raises:
         UnequalLayersError: the layers of a stack are not called once each, in order.
     """
-    recorder = _Recorder(model, mode, inputs, stacks)
+    recorder, around = _Recorder(model, mode, inputs, stacks), RunAround()
     for position, number, layer in numbered_modules(model, stacks):
 
         def enter(*_: Any, position: int = position, number: int = number) -> None:
             recorder.enter(position, number)
+            around.enter((position, number))
 
         def leave(*_: Any, position: int = position, number: int = number) -> None:
             recorder.leave(position, number)
+            around.leave(last=number == stacks[position].layers - 1)
 
         layer.register_forward_pre_hook(enter, prepend=True)
         layer.register_forward_hook(leave)
-    with recorder:
+    left = LeftBehind(model)
+    with recorder, around:
         output = run()
     recorder.returned(output)
-    return Record(stacks, recorder.segments, recorder.differentiated)
+    return Record(stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer)
 
 
 class _Recorder(TorchDispatchMode):
     """Records operations as they run. One that is equal to an earlier one gets results made like that one's."""
 
-    def __init__(
-        self, model: nn.Module, mode: FakeTensorMode, inputs: Sequence[torch.Tensor], stacks: Sequence[Stack]
-    ) -> None:
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, inputs: Sequence[Any], stacks: Sequence[Stack]) -> None:
         super().__init__()
         self._mode, self._stacks = mode, stacks
         self._made: dict[Any, Make] = {}
@@ -137,8 +146,9 @@ class _Recorder(TorchDispatchMode):
             if not self._known(tensor):
                 found = layer_of(name, stacks)
                 self._keep(tensor, _Value(*found) if found else _Value(-1, -1, name))
-        for tensor in inputs:
-            self._new(tensor)
+        for leaf in inputs:
+            if isinstance(leaf, torch.Tensor):
+                self._new(leaf)
 
     def enter(self, stack: int, number: int) -> None:
         now = self.segments[-1]
@@ -290,6 +300,10 @@ def check_same(
         if (stack := by_path.get(each.path)) is not None:
             first = stack.head + stack.period
             omitted |= {(position, number) for number in range(first, first + stack.omitted)}
+            for traced in range(first - stack.period, first):
+                left_out = {(position, number) for number in stack.stands_for(traced)} & omitted
+                if any(whole.around[layer] != whole.around[position, traced] for layer in left_out):
+                    raise UnequalLayersError("Python does something else around a layer that is left out")
     kinds = zip(whole.segments, whole.kinds(table, heads), strict=True)
     kept = [kind for segment, kind in kinds if (segment.stack, segment.number) not in omitted]
     if kept != few.kinds(table, heads):

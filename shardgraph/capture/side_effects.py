@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,36 @@ def side_effects(written: Sequence[str], model: nn.Module, call: Callable[[], An
     return Effects(tuple(constants), tuple(sorted(results, key=lambda each: each.buffer)))
 
 
+class LeftBehind:
+    """What a call changes on a model, from when this is made: :meth:`now` tells it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._before = model, _state(model)
+
+    def now(self) -> dict[tuple[str, tuple[str, ...]], Any]:
+        """The values that have changed, by the path of a module and the keys of an attribute."""
+        after, changed = _state(self._model), {}
+        for place in {**self._before, **after}:
+            was, now = (state.get(place) or _default(self._model, *place) for state in (self._before, after))
+            if not was.same(now):
+                changed[place] = now.value
+        return changed
+
+
+def same_constants(attributes: Sequence[AttributeSet], left: Mapping[tuple[str, tuple[str, ...]], Any]) -> bool:
+    """Whether what a call left behind is that these attributes are set, to the same constants."""
+    constants = {(each.path, each.keys): each.value for each in attributes}
+    return left.keys() == constants.keys() and all(
+        is_constant(value) and type(value) is type(constants[place]) and value == constants[place]
+        for place, value in left.items()
+    )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value can be set again at each call."""
+    return isinstance(value, (type(None), bool, int, float, str, torch.dtype))
+
+
 def merged(one: Effects, other: Effects, model: nn.Module) -> Effects:
     """What the two ways of branches on random numbers leave behind on ``model``, a copy that was not called.
 
@@ -154,6 +184,7 @@ def _is_written(before: Any, after: Any) -> bool:
 
 
 _NOTHING = _Held(object(), object())
+_SIMPLE = (type(None), bool, int, float, str)
 
 
 def _readable(name: str, model: nn.Module) -> str:
@@ -168,14 +199,20 @@ def _readable(name: str, model: nn.Module) -> str:
 
 
 def _state(model: nn.Module) -> dict[tuple[str, tuple[str, ...]], _Held]:
-    """What every attribute of every module holds, and every attribute of the plain objects among these."""
+    """What every attribute of every module holds, and every attribute of the plain objects among these, once for an
+    object that several have, such as a config."""
     state: dict[tuple[str, tuple[str, ...]], _Held] = {}
+    known = set[int]()
 
     def add(path: str, keys: tuple[str, ...], value: Any) -> None:
-        if _is_plain(value) and len(keys) == 1:
+        if type(value) in _SIMPLE:  # as most are, of which there are many
+            state[path, keys] = _Held(value, value)
+        elif _is_plain(value) and len(keys) == 1:
             state[path, keys] = _Held(value, id(value))
-            for name, each in vars(value).items():
-                add(path, (*keys, name), each)
+            if id(value) not in known:
+                known.add(id(value))
+                for name, each in vars(value).items():
+                    add(path, (*keys, name), each)
         else:
             state[path, keys] = _Held(value, _contents(value))
 

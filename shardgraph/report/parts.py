@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import COPIES
 from shardgraph.passes.analysis.rows import Row
+from shardgraph.report.accumulation import seconds_of_calls
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.report.step import timeline_of
 from shardgraph.report.transfers import transfers_of
 
 COMPUTATION, RECOMPUTATION, IDLE, UPDATE = "computation", "recomputation", "waiting for stages", "update"
+ADDITION = "gradients added up"
 ONCE = "exposed, once a step"
 
 
@@ -61,7 +63,16 @@ def parts_of(analysis: Analysis | PipelineAnalysis) -> Parts:
     again = min(again, time.compute)
     each = {COMPUTATION: time.compute - again, RECOMPUTATION: again, **exposed, IDLE: time.bubble}
     seconds = {kind: calls * value for kind, value in each.items() if value}
+    if calls > 1 and isinstance(analysis, Analysis):
+        seconds[ADDITION] = seconds_of_additions(analysis, calls)
     return Parts(seconds | {UPDATE: time.optimizer}, memory, calls * analysis.samples, host)
+
+
+def seconds_of_additions(analysis: Analysis, calls: int) -> float:
+    """Seconds of a step in which all but the first of its ``calls`` add their gradients to those that are held."""
+    last = analysis.rows[-1]
+    on_device, on_host = (memory.get("gradients", 0) for memory in (last.memory, last.host))
+    return seconds_of_calls(analysis.cluster.device, calls, on_device, on_host)
 
 
 def held_at_peak(analysis: Analysis, calls: int) -> dict[str, int]:

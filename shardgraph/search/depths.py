@@ -126,8 +126,8 @@ class _Repeated(_Kept):
         return self._depths.captures(few).joint(replace(call, model=self._depths.model(few)), plan)
 
     def _repeated(self, few: JointGraph) -> JointGraph | None:
-        if few.attributes or few.results or few.replaced or few.shortened:
-            return None  # what forward leaves behind may be of any layer
+        if few.results or few.replaced or few.shortened:
+            return None  # tensors that forward leaves behind may be of any layer
         model = self._depths.model(self._stack.layers)
         stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with suppress(UnequalLayersError):

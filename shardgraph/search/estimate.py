@@ -29,7 +29,7 @@ from shardgraph.cost_models.group import Group
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.mesh import Mesh
 from shardgraph.passes.schedule.members import ALONE
-from shardgraph.report.accumulation import accumulation_seconds
+from shardgraph.report.accumulation import accumulation_seconds, seconds_of_calls
 from shardgraph.report.pipeline import seconds_between
 from shardgraph.search.buckets import filling
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -198,7 +198,8 @@ class _Estimate:
         updates = whole.tensors if alone else min(whole.tensors, nbytes / UPDATED_TOGETHER + 1)
         update = cost.moved * nbytes / rate.per_second + rate.overhead * updates
         if self.layout.stages == 1:
-            return update
+            on_device, on_host = (0.0, nbytes) if self._on_host else (nbytes, 0.0)
+            return update + seconds_of_calls(device, self.layout.microbatches, on_device, on_host)
         return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)
 
     def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:

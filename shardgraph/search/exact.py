@@ -12,7 +12,7 @@ from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW
-from shardgraph.report.parts import held_at_peak
+from shardgraph.report.parts import held_at_peak, seconds_of_additions
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes, largest_bucket
@@ -86,9 +86,10 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     plan, analysis = _analysed(source, plan, budget, whole)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
     parts["calls"] = analysis.calls if isinstance(analysis, Analysis) else 0.0
-    once = parts["optimizer"]
-    seconds = accumulated * (analysis.time.total - once) + once
     parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
+    if isinstance(analysis, Analysis):
+        parts["compute"] += seconds_of_additions(analysis, accumulated)
+    seconds = sum(parts[kind] for kind in ("compute", "optimizer", "exposed", "bubble"))
     microbatches = plan.pipeline.parts if plan.pipeline else accumulated
     live = held_at_peak(analysis, accumulated) if isinstance(analysis, Analysis) else {}
     memory = sum(live.values()) if live else analysis.peak_memory
