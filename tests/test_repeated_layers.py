@@ -239,6 +239,9 @@ REPEATED: dict[str, Callable[[], Case]] = {
     "gpt2": of_transformers(
         "GPT2LMHeadModel", "GPT2Config", n_layer=9, n_embd=32, n_head=4, vocab_size=100, use_cache=False
     ),
+    "bloom, with a torch.autograd.Function": of_transformers(
+        "BloomForCausalLM", "BloomConfig", n_layer=9, n_head=4, hidden_size=32, vocab_size=100, use_cache=False
+    ),
     "bert": of_transformers("BertForMaskedLM", "BertConfig", num_hidden_layers=9, vocab_size=100, **SMALL),
     "vit": of_transformers("ViTModel", "ViTConfig", pixels, num_hidden_layers=9, image_size=32, patch_size=8, **SMALL),
     "vit with labels, which sets its config": of_transformers(

@@ -118,12 +118,15 @@ class _Repetition:
         """The operations of a half, and the unit that the module of each is in."""
         operations = [node for node in self._nodes if node.op not in ("placeholder", "output")]
         begun = [PARTITIONER_TAG.get(node) == "is_backward" for node in operations]
-        first = begun.index(True) if True in begun else len(operations)
-        # What a pass does with results comes after both.
-        if not all(of or node in MADE_BY for node, of in zip(operations[first:], begun[first:], strict=True)):
+        # From where a gradient comes in, all is backward, also what the tracer does not mark, as of the backward of a
+        # torch.autograd.Function. What a pass does with results comes after both.
+        end = len(operations)
+        given = next((i for i, node in enumerate(operations) if any(map(_is_tangent, node.all_input_nodes))), end)
+        first = min(begun.index(True) if True in begun else end, given)
+        if not all(of or node in MADE_BY for node, of in zip(operations[first:given], begun[first:given], strict=True)):
             raise UnequalLayersError("forward and backward are not one after the other")
         nodes = operations[first:] if backward else operations[:first]
-        paths = [[path for path, _ in (modules.get(node) or {}).values()] for node in nodes]
+        paths = [[path for path, _ in (modules.get(node) or MODULES.get(node) or {}).values()] for node in nodes]
         return nodes, [next((unit for path in of if (unit := self._unit(path)) is not None), None) for of in paths]
 
     def _unit(self, path: str) -> int | None:
@@ -384,6 +387,10 @@ def _split(name: str) -> tuple[str, int]:
         return "arg#_1", int(argument[1])
     kind, _, number = name.rpartition("_")
     return (kind, int(number)) if kind and number.isdecimal() else (name, 0)
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(ROLE.get(node), ir.Tangent)
 
 
 def _name_of(role: Any) -> str:
