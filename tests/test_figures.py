@@ -50,7 +50,7 @@ COMPARED = {
         *(ratio("deepspeed-small", name) for name in ("DeepSpeed ZeRO-3", "DeepSpeed ZeRO-2")),
     ],
     "Llama on 4 ranks over 1 Gbit/s": [
-        ratio("limited-network", name) for name in ("shardgraph fsdp", "shardgraph zero2", BASE)
+        ratio("limited-network", name) for name in ("shardgraph fsdp", "shardgraph zero2", BASE, "DDP")
     ],
 }
 
