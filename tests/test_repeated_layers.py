@@ -166,6 +166,18 @@ class Prints(Plain):
         return (print("layer 5") or x) if number == 5 else x
 
 
+class Weighted(Plain):
+    """A tensor is made in Python for each layer, and one of them is another: no operation nor argument shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0] * 10
+        self.weights[5] = 0.5
+
+    def between(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * torch.tensor(self.weights[number])
+
+
 class MarkedBlock(Block):
     """A constant is set on each layer."""
 
@@ -242,6 +254,12 @@ REPEATED: dict[str, Callable[[], Case]] = {
     "bloom, with a torch.autograd.Function": of_transformers(
         "BloomForCausalLM", "BloomConfig", n_layer=9, n_head=4, hidden_size=32, vocab_size=100, use_cache=False
     ),
+    "falcon, with tensors made in Python": of_transformers(
+        "FalconForCausalLM",
+        "FalconConfig",
+        **{"num_hidden_layers": 9, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 100, "use_cache": False},
+        **{"bos_token_id": 0, "eos_token_id": 0},
+    ),
     "bert": of_transformers("BertForMaskedLM", "BertConfig", num_hidden_layers=9, vocab_size=100, **SMALL),
     "vit": of_transformers("ViTModel", "ViTConfig", pixels, num_hidden_layers=9, image_size=32, patch_size=8, **SMALL),
     "vit with labels, which sets its config": of_transformers(
@@ -283,6 +301,7 @@ WHOLE: dict[str, Callable[[], Case]] = {
     ),
     "the output of one layer kept": of_blocks(KeepsOne),
     "one layer's number printed": of_blocks(Prints),
+    "a tensor made in Python for one layer": of_blocks(Weighted),
     "all states": of_blocks(AllStates),
     "a dropout in the middle": of_blocks(change=lambda model: setattr(model.layers[5].dropout, "p", 0.2)),
     "a wider layer in the middle": of_blocks(change=lambda model: setattr(model.layers[5], "linear", Wide())),
@@ -332,8 +351,11 @@ def written(gm: fx.GraphModule) -> list[Any]:
             return list(value.values())
         return value - first if key == "seq_nr" else value
 
+    def constant(node: fx.Node) -> Any:
+        return getattr(gm, str(node.target)) if node.op == "get_attr" else None
+
     return [
-        (node.name, node.op, str(node.target), str(node.args), str(node.kwargs), [
+        (node.name, node.op, str(node.target), str(constant(node)), str(node.args), str(node.kwargs), [
             (key, described(key, value)) for key, value in sorted(node.meta.items())
         ])
         for node in gm.graph.nodes

@@ -233,12 +233,21 @@ def _written(value: Any, operands: list[torch.Tensor]) -> Any:
         # Asking a view makes autograd compute its function anew where its base was written, which it may be doing
         # right now: it would wait for itself.
         function = None if value._is_view() else type(value.grad_fn)
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, function
+        layout = value.shape, value.stride(), value.dtype, value.device, value.requires_grad, function
+        made = value.constant if isinstance(value, FakeTensor) else value  # in Python
+        return (*layout, _values(made)) if type(made) is torch.Tensor else layout
     if isinstance(value, (list, tuple)):
         return tuple([_written(each, operands) for each in value])
     if isinstance(value, dict):
         return tuple([(key, _written(each, operands)) for key, each in value.items()])
     return (type(value), value) if isinstance(value, (bool, int, float)) else value
+
+
+def _values(tensor: torch.Tensor) -> bytes:
+    """The values of a tensor, none of one on ``meta``, as something that can be compared."""
+    with outside_modes():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return b"" if plain.is_meta else plain.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_layout(operand: torch.Tensor) -> bool:

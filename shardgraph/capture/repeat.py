@@ -142,7 +142,7 @@ class _Repetition:
         (values, spec), (others, other_spec) = (pytree.tree_flatten((n.args, n.kwargs)) for n in (one, other))
         alike = (
             one.op == other.op
-            and (one.target == other.target or one.op == "placeholder")
+            and (one.target == other.target or one.op == "placeholder" or self._same_constant(one, other))
             and (spec, one.meta.keys()) == (other_spec, other.meta.keys())
             and all(
                 self._comparable(key, value, 1) == self._comparable(key, other.meta[key], 0)
@@ -154,6 +154,15 @@ class _Repetition:
         flat = not one.kwargs and len(values) == len(one.args)  # as nearly all are: each argument is a value
         flat = flat and not any(isinstance(arg, (list, tuple, dict)) for arg in one.args)
         return [self._read(*each) for each in zip(values, others, strict=True)], None if flat else spec
+
+    def _same_constant(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether two units make equal tensors in Python, as ``torch.tensor(-1)`` does."""
+        values = [self._constant(node) for node in (one, other)]
+        return all(type(value) is torch.Tensor for value in values) and _are_equal(*values)
+
+    def _constant(self, node: fx.Node) -> torch.Tensor | None:
+        """The tensor that Python made, which the tracer names as the node; None if it is none."""
+        return _attribute(self._gm, node) if node.op == "get_attr" and node.name == node.target else None
 
     def _comparable(self, key: str, value: Any, units: int) -> Any:
         """An attribute of a node, as its equal ``units`` further on has it."""
@@ -206,9 +215,12 @@ class _Repetition:
         """The graph with all units."""
         graph, names = fx.Graph(), _Names()
         made: dict[tuple[fx.Node, int], fx.Node] = {}
+        attributes: dict[str, Any] = {}
 
         def add(node: fx.Node, unit: int, arguments: Any, name: str, meta: dict[str, Any]) -> None:
-            target = name if node.op == "placeholder" else node.target
+            target = name if node.op == "placeholder" or self._constant(node) is not None else node.target
+            if node.op == "get_attr":
+                attributes[str(target)] = _attribute(self._gm, node)
             args, kwargs = arguments
             made[node, unit] = append_node(graph, node.op, target, args, kwargs, name)
             made[node, unit].meta.update(meta)
@@ -226,7 +238,8 @@ class _Repetition:
                     add(one, unit, arguments, names.between(ahead, behind, number), self._copied_meta(one, unit))
             names.skip(runs.get(node, ()), self._stack.repeats)
         graph.output(()).meta = dict(self._nodes[-1].meta)
-        repeated = ir.UnboundGraph(self._gm, graph)
+        repeated = ir.UnboundGraph(attributes, graph)
+        repeated.training = self._gm.training
         ir.set_outputs(repeated, self._results(made))
         if not is_valid(repeated):
             repeated.graph.lint()  # which says why
@@ -382,11 +395,25 @@ class _Names:
 
 @lru_cache(1 << 14)  # of a unit's nodes, for every unit
 def _split(name: str) -> tuple[str, int]:
-    """A name without its number, and that; inputs of a graph without gradients have it in the middle."""
-    if argument := re.fullmatch(r"arg(\d+)_1", name):
-        return "arg#_1", int(argument[1])
+    """A name without its number, and that; inputs of a graph without gradients have it in the middle, and tensors that
+    Python made at once after their kind."""
+    for kind, numbered in (("arg#_1", r"arg(\d+)_1"), ("_tensor_constant#", r"_tensor_constant(\d+)")):
+        if found := re.fullmatch(numbered, name):
+            return kind, int(found[1])
     kind, _, number = name.rpartition("_")
     return (kind, int(number)) if kind and number.isdecimal() else (name, 0)
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    found: Any = gm
+    for name in str(node.target).split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+    return alike and one.device.type != "meta" and torch.equal(one, other)
 
 
 def _is_tangent(node: fx.Node) -> bool:

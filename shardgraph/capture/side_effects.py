@@ -115,8 +115,8 @@ def same_constants(attributes: Sequence[AttributeSet], left: Mapping[tuple[str, 
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value can be set again at each call."""
-    return isinstance(value, (type(None), bool, int, float, str, torch.dtype))
+    """Whether a value is of a kind that can be set again at each call."""
+    return type(value) in (*_SIMPLE, torch.dtype)
 
 
 def merged(one: Effects, other: Effects, model: nn.Module) -> Effects:
@@ -162,8 +162,7 @@ def _is_number(before: _Held, after: _Held, later: _Held) -> bool:
 
 def _is_constant(after: _Held, later: _Held) -> bool:
     """Whether a constant, of this call: the next may find a model on which it is another one."""
-    kind = type(after.value)
-    return kind in (type(None), bool, int, str, torch.dtype) or (kind is float and after.same(later))
+    return is_constant(after.value) and (type(after.value) is not float or after.same(later))
 
 
 def _is_result(before: _Held, after: _Held, later: _Held) -> bool:
