@@ -130,7 +130,7 @@ class OfThreeOrMore(Plain):
 
 
 class Marked(Plain):
-    """A constant is set on the model, at the same time as on those of ``transformers`` that are given labels."""
+    """A constant is set on the model, as models of ``transformers`` that are given labels do."""
 
     mark: Any = None
 
@@ -167,7 +167,7 @@ class Prints(Plain):
 
 
 class Weighted(Plain):
-    """A tensor is made in Python for each layer, and one of them is another: no operation nor argument shows it."""
+    """A tensor is made in Python for each layer, and one has another value: no operation nor its layout shows it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ class RunAround:
         self._layer: tuple[int, int] | None = None
         self._inside = False
         self._codes = set[CodeType]()
-        self._follower = _Follower(self._ran, self._is_followed)
+        self._follower = _Follower(self._ran, self._begins)
 
     @property
     def by_layer(self) -> Mapping[tuple[int, int], set[_Instruction]]:
@@ -62,8 +62,8 @@ class RunAround:
         """A layer ends, the ``last`` of its stack or not."""
         self._inside, self._layer = False, None if last else self._layer
 
-    def _is_followed(self, frame: FrameType) -> bool:
-        """Whether a function that begins now is called between layers, by one that is followed."""
+    def _begins(self, frame: FrameType) -> bool:
+        """Whether a function begins that is called between layers by one that is followed, as it is from here on."""
         if self._layer is None or self._inside or frame.f_code.co_filename.startswith(_NOT_USERS):
             return False
         caller = frame.f_back

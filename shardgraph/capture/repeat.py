@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -157,12 +158,15 @@ class _Repetition:
 
     def _same_constant(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether two units make equal tensors in Python, as ``torch.tensor(-1)`` does."""
-        values = [self._constant(node) for node in (one, other)]
-        return all(type(value) is torch.Tensor for value in values) and _are_equal(*values)
+        first, second = self._constant(one), self._constant(other)
+        if type(first) is not torch.Tensor or type(second) is not torch.Tensor or first.is_meta:
+            return False
+        alike = (first.dtype, first.device, first.shape) == (second.dtype, second.device, second.shape)
+        return alike and torch.equal(first, second)
 
-    def _constant(self, node: fx.Node) -> torch.Tensor | None:
-        """The tensor that Python made, which the tracer names as the node; None if it is none."""
-        return _attribute(self._gm, node) if node.op == "get_attr" and node.name == node.target else None
+    def _constant(self, node: fx.Node) -> Any:
+        """What Python made, which the tracer names as the node; None if it is none such."""
+        return attrgetter(str(node.target))(self._gm) if node.op == "get_attr" and node.name == node.target else None
 
     def _comparable(self, key: str, value: Any, units: int) -> Any:
         """An attribute of a node, as its equal ``units`` further on has it."""
@@ -220,7 +224,7 @@ class _Repetition:
         def add(node: fx.Node, unit: int, arguments: Any, name: str, meta: dict[str, Any]) -> None:
             target = name if node.op == "placeholder" or self._constant(node) is not None else node.target
             if node.op == "get_attr":
-                attributes[str(target)] = _attribute(self._gm, node)
+                attributes[str(target)] = attrgetter(str(node.target))(self._gm)
             args, kwargs = arguments
             made[node, unit] = append_node(graph, node.op, target, args, kwargs, name)
             made[node, unit].meta.update(meta)
@@ -402,18 +406,6 @@ def _split(name: str) -> tuple[str, int]:
             return kind, int(found[1])
     kind, _, number = name.rpartition("_")
     return (kind, int(number)) if kind and number.isdecimal() else (name, 0)
-
-
-def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
-    found: Any = gm
-    for name in str(node.target).split("."):
-        found = getattr(found, name)
-    return found
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-    return alike and one.device.type != "meta" and torch.equal(one, other)
 
 
 def _is_tangent(node: fx.Node) -> bool:

@@ -44,8 +44,6 @@ def accumulation_seconds(device: Device, nbytes: float, tensors: float, microbat
 def seconds_of_calls(device: Device, calls: int, nbytes: float, on_host: float = 0.0) -> float:
     """Seconds in which all calls of a step but the first add gradients of so many bytes to those before, but for what
     it takes to start each addition. Those ``on_host`` are in host memory and are added there."""
-    if calls == 1:
-        return 0.0
     seconds = calls * accumulation_seconds(device, nbytes, 0, calls)
     if on_host:
         seconds += (calls - 1) * 3 * on_host / device.linked_host.optimizer.per_second
