@@ -15,6 +15,7 @@ from shardgraph.passes.analysis.sized import Sizes, size_program
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
 from shardgraph.passes.schedule.transfers import Lane, reductions_of, wait_of
+from shardgraph.passes.schedule.windows import await_late
 from shardgraph.report.analysis import analyze_program
 from shardgraph.report.bound import least_exposed
 from shardgraph.report.step import program_memory
@@ -174,6 +175,32 @@ def test_waits_that_are_put_off_take_no_more_memory(monkeypatch, plan) -> None:
 def test_each_wait_follows_its_start() -> None:
     for gm in built("hsdp", {"dp_replicate": 2, "dp_shard": 2}).graphs.values():
         assert all(start < wait_of(start) for start in ir.collectives(gm))
+
+
+def test_nothing_is_awaited_before_it_starts_where_a_buffer_has_several_sums_over_the_next_axis() -> None:
+    """Parts of a buffer of gradients are summed one after the other, and some of them are read late."""
+    graph = fx.Graph()
+    gradient, sums = graph.placeholder("gradient"), ("sum", "dp_replicate")
+
+    def reduced(*operand: fx.Node) -> fx.Node:
+        target = ir.ALL_REDUCE if operand else ir.REDUCE_SCATTER
+        arguments = (*operand, *sums) if operand else (gradient, "sum", 2, "dp_shard")
+        return graph.call_function(ir.WAIT, (graph.call_function(target, arguments),))
+
+    buffer = reduced()
+    first, second = (graph.call_function(torch.ops.aten.neg.default, (buffer,)) for _ in range(2))
+    results = [reduced(first), reduced(second)]
+    third, fourth = (graph.call_function(torch.ops.aten.neg.default, (buffer,)) for _ in range(2))
+    results += [reduced(third), reduced(fourth)]
+    others = [reduced() for _ in range(6)]
+    graph.output((*results, *others))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            REDUCES.set(node, "weight")
+    gm = fx.GraphModule(nn.Module(), graph)
+    chains = reductions_of(gm)
+    await_late(gm, chains, Lane.counted((chain.start for chain in chains), 1))
+    graph.lint()  # which tells what is used before it is made
 
 
 def test_expressions_hold_for_programs_that_other_sizes_order_otherwise() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from shardgraph.ir import is_wait
 from shardgraph.passes.schedule.transfers import Chain, Lane, made_ready, wait_of
 
 
@@ -38,8 +37,7 @@ def await_late(gm: fx.GraphModule, chains: Sequence[Chain], lane: Lane) -> None:
         at = [until[i] for i in at]
         for chain, i in zip(chains, at, strict=True):
             for tail in chain.tails[number : number + 1]:
-                users = [user for node in tail for user in node.users if user not in tail and not is_wait(user)]
-                used = min(users, default=points[-1])
+                used = _used(chain.tails[number:], points[-1])
                 if lane.relayed and i < len(ends) and ends[i] < used:
                     for node in tail:
                         ends[i].append(node)
@@ -47,3 +45,9 @@ def await_late(gm: fx.GraphModule, chains: Sequence[Chain], lane: Lane) -> None:
                 else:
                     for node in tail:
                         min(points[i], used).prepend(node)
+
+
+def _used(tails: Sequence[Sequence[fx.Node]], end: fx.Node) -> fx.Node:
+    """Where the first of the tails, which the others follow, has to be awaited: before the first user of any."""
+    nodes = {node for tail in tails for node in tail}
+    return min((user for node in nodes for user in node.users if user not in nodes), default=end)
