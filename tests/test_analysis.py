@@ -306,6 +306,45 @@ def test_nine_layers_written_down_from_a_few_equal_nine_layers_analysed(model, p
     assert folded.time.total == pytest.approx(whole.time.total)
 
 
+class OfKinds(nn.Module):
+    """Layers of the ``kinds``, each a width of its own, one after the other."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        widths = {"a": 512, "b": 768, "c": 1024}
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, widths[kind]), nn.ReLU(), nn.Linear(widths[kind], 512)) for kind in kinds
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+KINDS = {
+    "other first layers": "ccb" + 26 * "a",
+    "two kinds in turns": 16 * "ab",
+    "another first layer, then two in turns": "c" + 16 * "ab",
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("plan", ["zero2", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_layers_of_several_kinds_are_written_down_from_a_few_units_of_them(kinds, plan, monkeypatch):
+    search, written = importlib.import_module("shardgraph.search.analysis"), []
+    monkeypatch.setattr(search, "extend", lambda *given: written.append(extend(*given)) or written[-1])
+    with torch.device("meta"):
+        model, x = OfKinds(KINDS[kinds]), torch.zeros(4096, 512)
+    apart = replace(shardgraph.preset(plan, {"dp": 4}), bucket=0)
+    folded, whole = (
+        shardgraph.analyze(model, (x,), apart, cluster=toy_cluster(), fold=fold)
+        for fold in (True, False)
+    )
+    assert len(written) == 1
+    _assert_equal(folded, whole)
+
+
 class Growing(nn.Module):
     """Layers of one form, each of which does more than the one before."""
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from shardgraph import ParameterPlan, Plan, preset
 from shardgraph.api.analyze import analyze
+from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.schedules import SimulatedSchedule, StageCost, simulate_schedule
 from shardgraph.passes.lowering import build_program
 from shardgraph.pictures.boxes import draw_boxes
@@ -198,7 +199,7 @@ def test_a_lengthened_stack_is_drawn_as_the_whole_one():
     ids = torch.zeros(2, 3, dtype=torch.long)
     alone = replace(preset("fsdp", {"dp": 2}), bucket=0)  # of a bucket all layers have parts
     (few, few_flow), (all_, all_flow) = outline(Net(5), ids, plan=alone), outline(Net(9), ids, plan=alone)
-    few.lengthen("layers", 5, 9)
+    few.lengthen(Stack("layers", 9), 5)
     assert plan_graph(few, few_flow).source == plan_graph(all_, all_flow).source
     assert few.summary == all_.summary
 
@@ -206,7 +207,7 @@ def test_a_lengthened_stack_is_drawn_as_the_whole_one():
 def test_layers_that_share_their_parameters_are_not_lengthened():
     tree = Tree("fsdp", (), Module(""))
     tree.root.find("layers.0").own.append(HeldParameter("weight", (2,), (2,), "whole", 4))
-    tree.lengthen("layers", 5, 9)
+    tree.lengthen(Stack("layers", 9), 5)
     assert [module.path for module in tree.root.walk()] == ["", "layers", "layers.0"]
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import pytest
+import torch
 
 import shardgraph
 from shardgraph import Pipeline, PlanError, preset
+from shardgraph.capture.stacks import Stack
 from shardgraph.report.pipeline import PipelineAnalysis
+from shardgraph.report.pipeline_folding import extend_stages, units_of_stages
 from tests import pipelines
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
-from tests.test_analysis import gpt2, llama, text
+from tests.test_analysis import OfKinds, gpt2, llama, text
 from tests.zoo import make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -147,7 +151,7 @@ def test_the_predicted_peak_of_every_rank_is_the_measured_one(schedule, vocabula
     [
         pytest.param("pp+fsdp", {"dp": 2}, Pipeline(8, balance=(3, 4, 4, 3)), id="1f1b"),
         pytest.param(
-            "pp+tp",
+            "pp+tp+sp",
             {"tp": 2},
             Pipeline(8, "interleaved-1f1b", balance=(2, 2, 2, 1) * 2),
             id="interleaved",
@@ -164,6 +168,35 @@ def test_a_pipeline_of_equal_layers_is_analysed_from_two_short_ones_with_the_sam
     assert folded.peak_memory == whole.peak_memory and folded.flops == whole.flops
     assert folded.time.total == pytest.approx(whole.time.total, rel=1e-4)
     assert folded.plan.pipeline == whole.plan.pipeline
+
+
+@pytest.mark.parametrize(
+    ("kinds", "balance"),
+    [
+        pytest.param("ccb" + 11 * "a", (5, 4, 3, 2), id="other first layers"),
+        pytest.param("c" + 8 * "ab", (5, 4, 6, 2), id="another first layer, then two in turns", marks=pytest.mark.slow),
+    ],
+)
+def test_so_is_one_of_layers_of_several_kinds(kinds, balance, monkeypatch):
+    search, folded = importlib.import_module("shardgraph.search.analysis"), []
+    monkeypatch.setattr(search, "extend_stages", lambda *given: folded.append(extend_stages(*given)) or folded[-1])
+    wanted = preset("pp", {"pp": 4}, Pipeline(8, balance=balance))
+    with torch.device("meta"):
+        model, x = OfKinds(kinds), torch.zeros(64, 512)
+    short, whole = (
+        shardgraph.analyze(model, (x,), wanted, cluster=toy_cluster(), fold=fold) for fold in (True, False)
+    )
+    assert len(folded) == 1
+    assert short.peak_memory == whole.peak_memory and short.flops == whole.flops
+    assert short.time.total == pytest.approx(whole.time.total, rel=1e-4)
+    assert short.plan.pipeline == whole.plan.pipeline
+
+
+def test_stages_that_begin_within_a_unit_of_layers_are_analysed_whole():
+    stack = Stack("layers", 17, head=1, period=2)
+    assert units_of_stages(Pipeline(8, balance=(5, 4, 6, 2), ranks=4), stack) == (2, 2, 3, 1)
+    for balance in ((4, 5, 6, 2), (1, 8, 6, 2), (5, 4, 6, 1)):
+        assert units_of_stages(Pipeline(8, balance=balance, ranks=4), stack) == ()
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from torch import nn
 from shardgraph import CaptureError, Precision
 from shardgraph.capture.capture import capture
 from shardgraph.capture.private_copy import private_copy
+from shardgraph.capture.stacks import Stack
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.plans.annotations.kinds import output, replicate
-from shardgraph.report.folding import Stack, shortened
+from shardgraph.report.folding import shortened
 from shardgraph.torch_api import FakeTensor
 
 

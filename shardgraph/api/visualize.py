@@ -33,7 +33,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import SHALLOW, find_stack, shortened, treats_alike
+from shardgraph.report.folding import find_stack, shallow, shortened, treats_alike
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.front import Front
 from shardgraph.search.machine import machine_for
@@ -189,12 +189,13 @@ def _lowered(plan: Plan, call: Call) -> _Outline:
     """The modules and data flow of a call under ``plan``; only a few layers of a stack of equal ones are captured."""
     plan = replace(plan, bucket=0)  # buckets change no module's bytes, and cross layers
     plan.resolve(named_shapes(call.model))  # reject a plan that does not fit before the long work
-    stack, few = find_stack(call.model), SHALLOW[0][-1]
+    stack = find_stack(call.model)
     if stack is not None and treats_alike(plan, call.model, stack):
         try:
-            short = shortened(call.model, stack, few)
-            outline = _Outline.of(_program(plan, replace(call, model=short)), short, f"{few} of {stack.layers} layers")
-            outline.modules.lengthen(stack.path, few, stack.layers)
+            units = shallow(stack)[0][-1]
+            short, few = shortened(call.model, stack, units), f"{stack.up_to(units)} of {stack.layers} layers"
+            outline = _Outline.of(_program(plan, replace(call, model=short)), short, few)
+            outline.modules.lengthen(stack, units)
             return outline
         except (CaptureError, tree.UnknownTrafficError):
             pass  # layers that are counted, or indexed by number, cannot be left out

@@ -33,6 +33,19 @@ class Stack:
         return f"{self.path}." if self.path else ""
 
     @property
+    def units(self) -> int:
+        """Units of layers after the head."""
+        return (self.layers - self.head) // self.period
+
+    def up_to(self, units: int) -> int:
+        """Layers of a model with the head and so many units."""
+        return self.head + units * self.period
+
+    def unit(self, number: int) -> list[str]:
+        """The names of the layers of a unit."""
+        return [f"{self.prefix}{layer}" for layer in range(self.up_to(number), self.up_to(number + 1))]
+
+    @property
     def few(self) -> int:
         """Layers of the model with few."""
         return self.layers - self.omitted

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby, repeat
 from textwrap import wrap
 
+from shardgraph.capture.stacks import Stack
 from shardgraph.ir import collectives, group_of
 from shardgraph.mesh import Mesh
 from shardgraph.passes.analysis.local import shard_shape
@@ -207,26 +208,30 @@ class Tree:
             lines.append((colour, f"{placement}: {len(placed)} parameters, {held} {self.on}"))
         return lines
 
-    def lengthen(self, path: str, captured: int, layers: int) -> None:
-        """Repeat the middle one of the ``captured`` layers of the stack ``path``, so that there are ``layers``.
+    def lengthen(self, stack: Stack, units: int) -> None:
+        """Repeat the middle one of the captured ``units`` of a stack, so that it has all its layers.
 
         Layers without parameters are not drawn, and layers that share parameters are drawn once.
 
         Raises:
-            UnknownTrafficError: the stack itself has collectives, and not one for each layer or between each two.
+            UnknownTrafficError: the stack itself has collectives, and not one for each layer or between each two, or
+                they may be of layers of several kinds.
         """
-        stack = self.root.find(path)
-        present, middle = list(stack.children.values()), captured // 2
+        drawn, captured = self.root.find(stack.path), stack.up_to(units)
+        present, middle = list(drawn.children.values()), stack.up_to(units // 2)
         if len(present) == captured:
-            more = [copy.deepcopy(present[middle]) for _ in range(layers - captured)]
+            unit = present[middle : middle + stack.period]
+            more = [copy.deepcopy(layer) for _ in range(stack.units - units) for layer in unit]
             repeated = (*present[:middle], *more, *present[middle:])
-            stack.children = {str(i): layer for i, layer in enumerate(repeated)}
-            for traffic in stack.traffic.values():
-                traffic.repeat(captured, layers)
+            drawn.children = {str(i): layer for i, layer in enumerate(repeated)}
+            if drawn.traffic and (stack.head or stack.period > 1):
+                raise UnknownTrafficError(f"{stack.path} has collectives of its own, and layers of several kinds")
+            for traffic in drawn.traffic.values():
+                traffic.repeat(captured, stack.layers)
             for i, layer in enumerate(repeated):
                 before = layer.path
                 for module in layer.walk():
-                    module.path = f"{path}.{i}{module.path.removeprefix(before)}"
+                    module.path = f"{stack.path}.{i}{module.path.removeprefix(before)}"
 
 
 def build_tree(program: Program) -> Tree:

@@ -1,5 +1,8 @@
 """Models with many equal layers are analysed with a few of them, and the rows of the others are extrapolated.
 
+The first layers may be unlike the others, and layers of several kinds may follow each other in turns: what is repeated
+is then a unit of layers, one of each kind. What is said of layers here holds for units of them.
+
 One more layer of a stack inserts one more segment of operations into forward and one into backward, with the same
 costs, and shifts the live bytes by the same amount. Two shallow programs determine the segment and the shifts, where
 their graphs are one traced graph in which an equal layer is repeated. Of graphs that were traced one by one a third
@@ -10,13 +13,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from shardgraph.capture.private_copy import private_copy
+from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.match import matches
@@ -31,44 +35,71 @@ more have to be alike. The second numbers are tried if the first do not fold: wh
 communication takes longer than computation, each layer's backward leaves more reductions to be awaited later, until as
 many are late as may be, and only from then on are layers scheduled alike."""
 
+_OF_SEVERAL = ((3, 4, 5), (6, 7, 8))
+"""Likewise numbers of units of several layers, in which neighbours are of the same unit."""
+
+_PERIODS = 4
+"""Layers that a unit has at most: of larger ones, programs of a few units are no shorter than those of most models."""
 
 _TINY = 0.001
 """The part of a step's peak to which what an update takes for itself has to be known."""
 
 
+def shallow(stack: Stack) -> tuple[tuple[int, int, int], ...]:
+    """The numbers of units of the programs of a stack."""
+    return SHALLOW if stack.period == 1 else _OF_SEVERAL
+
+
 def numbers_for(stack: Stack) -> Iterator[tuple[int, int, int]]:
-    """The numbers of layers that are tried for a stack: further ones if two of them are together fewer than it has."""
-    first, *others = SHALLOW
-    if first[-1] <= stack.layers:
+    """Those that are tried for a stack: further ones if two of them are together fewer than it has."""
+    first, *others = shallow(stack)
+    if first[-1] <= stack.units:
         yield first
-    yield from (each for each in others if sum(each[1:]) <= stack.layers)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A ``ModuleList`` of ``layers`` equal layers, by name."""
-
-    path: str
-    layers: int
+    yield from (each for each in others if sum(each[1:]) <= stack.units)
 
 
 class NotPeriodicError(Exception):
     """The shallow programs differ by more than a segment in each of forward and backward; analyse the whole model."""
 
 
-def find_stack(model: nn.Module, least: int = SHALLOW[0][-1]) -> Stack | None:
-    """The longest ``ModuleList`` of more than ``least`` layers with equal modules and parameter shapes, if any."""
-    stacks = [
-        Stack(path, len(module))
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > least and len({_form(m) for m in module}) == 1
-    ]
-    return max(stacks, key=lambda stack: stack.layers, default=None)
+def find_stack(model: nn.Module) -> Stack | None:
+    """The longest ``ModuleList`` of which few layers tell of the others, if any: whose layers have equal modules and
+    parameter shapes, but for the first ones, or for those of a few kinds in turns.
+
+    Layers of equal form that differ in turns in their attributes (:func:`unlike`) are of several kinds too.
+    """
+    stacks = (_stack(path, list(layers)) for path, layers in model.named_modules() if isinstance(layers, nn.ModuleList))
+    longest = max((stack for stack in stacks if stack is not None), key=lambda stack: stack.layers, default=None)
+    if longest is None or not unlike(model, longest):
+        return longest
+    in_turns = (_aligned(longest, longest.head, longest.period * kinds) for kinds in range(2, _PERIODS + 1))
+    return next((stack for stack in in_turns if _is_long(stack) and not unlike(model, stack)), longest)
+
+
+def _stack(path: str, layers: Sequence[nn.Module]) -> Stack | None:
+    """The layers as units of the fewest kinds; None if they are not, or too few."""
+    kinds: dict[Any, int] = {}
+    forms = [kinds.setdefault(_form(layer), len(kinds)) for layer in layers]
+    for period in range(1, _PERIODS + 1):
+        unequal = (number + 1 for number in range(len(forms) - period) if forms[number] != forms[number + period])
+        stack = _aligned(Stack(path, len(forms)), max(unequal, default=0), period)
+        if _is_long(stack):
+            return stack
+    return None
+
+
+def _aligned(stack: Stack, head: int, period: int) -> Stack:
+    """The stack with units of so many layers up to its end, after a head of at least so many."""
+    return replace(stack, head=head + (stack.layers - head) % period, period=period)
+
+
+def _is_long(stack: Stack) -> bool:
+    return stack.period <= _PERIODS and stack.units > shallow(stack)[0][-1]
 
 
 def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
-    """Whether ``plan`` treats all layers of a stack of ``model`` equally."""
-    layers: dict[str, set[object]] = {str(number): set() for number in range(stack.layers)}
+    """Whether ``plan`` treats all layers of a kind of a stack of ``model`` equally."""
+    layers: list[set[object]] = [set() for _ in range(stack.layers)]
     names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
     rules = plan.recompute if not isinstance(plan.recompute, str) else ()
     constraints: tuple[tuple[str, object], ...] = (*plan.annotations, *rules)
@@ -78,17 +109,21 @@ def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
     for name in names if constraints or patterns else ():
         if name.startswith(f"{stack.path}."):
             number, _, rest = name.removeprefix(f"{stack.path}.").partition(".")
-            layers[number] |= {(rest, *each) for each in constraints if matches(each[0], name)}
-            layers[number] |= {(rest, pattern) for pattern in patterns if fnmatch.fnmatch(name, pattern)}
-    return all(layer == layers["0"] for layer in layers.values())
+            layers[int(number)] |= {(rest, *each) for each in constraints if matches(each[0], name)}
+            layers[int(number)] |= {(rest, pattern) for pattern in patterns if fnmatch.fnmatch(name, pattern)}
+    of_kinds = (layers[stack.head + kind :: stack.period] for kind in range(stack.period))
+    return all(layer == first for first, *others in of_kinds for layer in others)
 
 
 def merges_layers(plan: Plan, model: nn.Module, stack: Stack) -> bool:
     """Whether buckets of collectives hold several layers, so that one more layer does not insert the same again."""
-    layer, reduce = model.get_submodule(f"{stack.path}.0"), plan.precision.reduce
+    reduce = plan.precision.reduce
     item = dtype_of(reduce).itemsize if reduce is not None else 0
-    nbytes = sum(parameter.numel() * max(parameter.itemsize, item) for parameter in layer.parameters())
-    return plan.data_size > 1 and nbytes <= plan.bucket
+
+    def nbytes(layer: nn.Module) -> int:
+        return sum(parameter.numel() * max(parameter.itemsize, item) for parameter in layer.parameters())
+
+    return plan.data_size > 1 and min(nbytes(model.get_submodule(name)) for name in stack.unit(0)) <= plan.bucket
 
 
 def _form(layer: nn.Module) -> tuple[object, ...]:
@@ -99,47 +134,66 @@ def _form(layer: nn.Module) -> tuple[object, ...]:
 
 
 def unlike(model: nn.Module, stack: Stack) -> str:
-    """The plain attributes in which layers of a stack differ from the second one, so that they may compute something
-    else; ``""`` if there are none.
+    """The plain attributes in which layers of a stack differ from those of the same kind in its second unit, so that
+    they may compute something else; ``""`` if there are none.
 
-    The first layer is looked at by itself. Numbers that count layers, and positive ones such as rates of dropout,
+    The first unit is looked at by itself. Numbers that count layers, and positive ones such as rates of dropout,
     whichever they are, change no cost.
     """
-    layers = list(model.get_submodule(stack.path).children())[1:]
-    values: dict[str, list[Any]] = {}
-    for layer in layers:
-        for path, module in layer.named_modules():
-            for name, value in vars(module).items():
-                if type(value) in (bool, int, float, str, type(None)) and not name.startswith("_"):
-                    values.setdefault(f"{path}.{name}".removeprefix("."), []).append(value)
-    told = []
-    for name, found in values.items():
-        others = [i for i, value in enumerate(found, 1) if _effect(value) != _effect(found[0])]
-        if not others or all(type(value) is int and value - i == found[0] for i, value in enumerate(found)):
-            continue
-        if len(found) < len(layers):
-            told.append(f"{name}, which some layers lack")
-        else:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            told.append(f"{name} of layers {', '.join(map(str, others[:3]))}{more}")
-    return "; ".join(told)
+    children = list(model.get_submodule(stack.path).children())
+    differ: dict[str, set[int]] = {}  # the layers, by the attribute; none where some layers lack it
+    for first in range(stack.up_to(1), stack.up_to(2)):
+        numbers = range(first, stack.layers, stack.period)
+        values: dict[str, dict[int, Any]] = {}
+        for number in numbers:
+            for name, value in _attributes(children[number]):
+                values.setdefault(name, {})[number] = value
+        for name, found in values.items():
+            if len(found) < len(numbers):
+                differ.setdefault(name, set())
+            elif others := _others(found):
+                differ.setdefault(name, set()).update(others)
+    return "; ".join(f"{name}{_of_layers(sorted(layers))}" for name, layers in differ.items())
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The plain attributes of a layer and what is in it, by name."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in (bool, int, float, str, type(None)) and not name.startswith("_"):
+                yield f"{path}.{name}".removeprefix("."), value
+
+
+def _others(values: Mapping[int, Any]) -> list[int]:
+    """The layers whose value is another than the first one's, if they do not count layers."""
+    (first, value), *_ = values.items()
+    if all(type(each) is int and each - number == value - first for number, each in values.items()):
+        return []
+    return [number for number, each in values.items() if _effect(each) != _effect(value)]
+
+
+def _of_layers(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ", which some layers lack"
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return f" of layers {', '.join(map(str, numbers[:3]))}{more}"
 
 
 def _effect(value: Any) -> Any:
     return value > 0 if isinstance(value, float) else value
 
 
-def shortened(model: nn.Module, stack: Stack, layers: int) -> nn.Module:
-    """A copy of the model with the same tensors, of whose stack there are only the first ``layers`` layers."""
+def shortened(model: nn.Module, stack: Stack, units: int) -> nn.Module:
+    """A copy of the model with the same tensors, of whose stack there are only the head and the first ``units``."""
     copy = private_copy(model)
     owner, _, name = stack.path.rpartition(".")
     whole = copy.get_submodule(stack.path)
     assert isinstance(whole, nn.ModuleList)
-    setattr(copy.get_submodule(owner), name, nn.ModuleList(list(whole)[:layers]))
+    setattr(copy.get_submodule(owner), name, nn.ModuleList(list(whole)[: stack.up_to(units)]))
     return copy
 
 
-def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Row]:
+def extend(few: Sequence[Sequence[Row]], least: int, layers: int) -> list[Row]:
     """The rows of the program with ``layers`` layers, from those of programs with ``least`` layers and one more each.
 
     The last two determine them; a third one, before, is checked to differ from these in the same way.
@@ -147,11 +201,11 @@ def extend(shallow: Sequence[Sequence[Row]], least: int, layers: int) -> list[Ro
     Raises:
         NotPeriodicError: one more layer does not insert the same operations, or not shift live bytes evenly.
     """
-    more = layers - (least + len(shallow) - 2)
+    more = layers - (least + len(few) - 2)
     rows: list[Row] = []
-    peak = max(sum(row.memory.values()) for row in shallow[-1])
-    for half in dict.fromkeys(row.half for row in shallow[0]):
-        programs = [[row for row in program if row.half == half] for program in shallow]
+    peak = max(sum(row.memory.values()) for row in few[-1])
+    for half in dict.fromkeys(row.half for row in few[0]):
+        programs = [[row for row in program if row.half == half] for program in few]
         rows += _extend_update(programs, more, peak) if half == "optimizer" else _extend_half(programs, more)
     return rows
 

@@ -13,7 +13,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, merges_layers, numbers_for
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.report.pipeline_folding import extend_stages, layers_of_stages, short
+from shardgraph.report.pipeline_folding import extend_stages, short, units_of_stages
 from shardgraph.search.source import Source
 from shardgraph.search.symbolic import Symbolic, symbolic
 
@@ -34,7 +34,7 @@ def folded(source: Source) -> Analysis | None:
                 check_insertion(*few)
                 if not depths.repeats(source.call, source.plan, numbers[-1]):  # they were traced one by one
                     few = [unfolded(source.at(depths, numbers[0], source.plan)).rows, *few]
-                rows = tuple(extend(few, numbers[-1] + 1 - len(few), stack.layers))
+                rows = tuple(extend(few, numbers[-1] + 1 - len(few), stack.units))
                 return replace(first, plan=source.plan, rows=rows, other_sizes=SizesOf(source))
     return None
 
@@ -47,12 +47,13 @@ def analyze_pipeline_source(source: Source) -> PipelineAnalysis:
 def _of_pipeline(source: Source) -> PipelineAnalysis:
     plan, stack = source.plan, source.stack
     assert plan.pipeline is not None
-    layers = layers_of_stages(plan.pipeline, stack) if stack is not None else ()
-    if stack is not None and layers:
+    units = units_of_stages(plan.pipeline, stack) if stack is not None else ()
+    if stack is not None and units:
         try:
             depths = source.depths_of(stack)
-            one, two = (_stages(source.shortened(depths, short(plan, each)), plan) for each in (1, 2))
-            return extend_stages(one, two, stack.path, layers, plan.pipeline)
+            plans = (short(plan, stack, each) for each in (1, 2))
+            one, two = (_stages(source.at(depths, few, shorter), plan) for shorter, few in plans)
+            return extend_stages(one, two, stack, units, plan.pipeline)
         except (PlanError, CaptureError):
             pass  # its schedule cannot run fewer stages, or the model does not fold
     return _stages(source, plan)

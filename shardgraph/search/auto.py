@@ -321,8 +321,9 @@ class Finals:
 
     def _plan(self, layout: Layout) -> Plan:
         balance: tuple[int, ...] = ()
-        if layout.stages > 1 and self._deep:
+        if layout.stages > 1 and self._source.depths is not None:
             balance = stage_layers(self._estimates.costs(layout), layout.stages * layout.chunks)
+            balance = (balance[0] + self._source.depths.stack.head, *balance[1:])
         plan = replace(self._question.with_options(layout.plan(balance=balance)), recompute=layout.recompute)
         if layout.mixed and self._source.depths is not None:
             plan = mixed(plan, layout, self._source.depths.stack)

@@ -1,4 +1,4 @@
-"""Captured graphs of a model with other numbers of equal layers, all from one trace of two.
+"""Captured graphs of a model with other numbers of equal layers, or of units of them, all from one trace of two.
 
 A trace takes most of the time of an analysis, and assigning placements along operator axes most of the rest. Two layers
 are traced, and placements are assigned for four; graphs with more are made by repeating a layer
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardgraph.capture import stacks
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.repeat import repeat
+from shardgraph.capture.stacks import Stack, layer_of
 from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.ir.attributes import (
@@ -39,56 +39,57 @@ from shardgraph.ir.attributes import (
 from shardgraph.passes.placing import Placed, placed, placement_key, placing_passes
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.folding import Stack, shortened, unlike
+from shardgraph.report.folding import shortened, unlike
 
 _TRACED = 2
 """Layers of the model that is traced, which say what a layer in between reads, if a record of forward, which takes a
 small part of the time, says that all layers do alike."""
 
 PLACED = 4
-"""Layers of the model whose placements are assigned: the first, which also brings to their placements what all layers
+"""Units of the model whose placements are assigned: the first, which also brings to their placements what all layers
 read, two alike, and the last."""
 
 
 class Depths:
-    """Copies of ``model`` with some of the layers of ``stack``, and the graphs of calls of them."""
+    """Copies of ``model`` with some of the units of ``stack``, and the graphs of calls of them."""
 
     def __init__(self, model: nn.Module, stack: Stack) -> None:
         self._model, self.stack = model, stack
         self._models: dict[int, nn.Module] = {}
         self._captures: dict[int, Captures] = {}
 
-    def model(self, layers: int) -> nn.Module:
-        """A copy of the model with the same tensors and so many layers."""
-        if layers not in self._models:
-            self._models[layers] = shortened(self._model, self.stack, layers)
-        return self._models[layers]
+    def model(self, units: int) -> nn.Module:
+        """A copy of the model with the same tensors and so many units."""
+        if units not in self._models:
+            self._models[units] = shortened(self._model, self.stack, units)
+        return self._models[units]
 
-    def captures(self, layers: int) -> Captures:
+    def captures(self, units: int) -> Captures:
         """The graphs of calls of :meth:`model`."""
-        if layers not in self._captures:
-            few = self._repeated_for(layers)
-            self._captures[layers] = _Kept() if few is None else _Repeated(self, few)
-        return self._captures[layers]
+        if units not in self._captures:
+            few = self._repeated_for(units)
+            self._captures[units] = _Kept() if few is None else _Repeated(self, units, few)
+        return self._captures[units]
 
-    def _repeated_for(self, layers: int) -> stacks.Stack | None:
-        """The stack with so many layers, and those of fewer that are repeated for it; None if all of them are traced.
+    def _repeated_for(self, units: int) -> Stack | None:
+        """The stack with so many units, and those of fewer that are repeated for it; None if all of them are traced.
 
-        The first layer may do something else than the others, which the graph of two tells.
+        The first unit may do something else than the others, which the graph of two layers tells.
         """
-        if layers > PLACED:
-            return stacks.Stack(self.stack.path, layers, head=1, repeats=layers - PLACED)
-        if layers > _TRACED and not self._unlike:
-            return stacks.Stack(self.stack.path, layers, repeats=layers - _TRACED)
+        stack = replace(self.stack, layers=self.stack.up_to(units))
+        if units > PLACED:
+            return replace(stack, head=stack.up_to(1), repeats=units - PLACED)
+        if units > _TRACED and stack.head == 0 and stack.period == 1 and not self._unlike:
+            return replace(stack, repeats=units - _TRACED)
         return None
 
     @cached_property
     def _unlike(self) -> str:
         return unlike(self._model, self.stack)
 
-    def repeats(self, call: Call, plan: Plan, layers: int) -> bool:
-        """Whether the graph of a call with so many layers is one of fewer in which equal layers are repeated."""
-        joint = self.captures(layers).joint(replace(call, model=self.model(layers)), plan)
+    def repeats(self, call: Call, plan: Plan, units: int) -> bool:
+        """Whether the graph of a call with so many units is one of fewer in which equal ones are repeated."""
+        joint = self.captures(units).joint(replace(call, model=self.model(units)), plan)
         return _is_repeated(joint)
 
 
@@ -100,21 +101,21 @@ class _Kept(Captures):
 
 
 class _Repeated(_Kept):
-    """Graphs with all layers of ``stack`` from those with few, if these are alike."""
+    """Graphs with all ``units`` of ``stack`` from those with few, if these are alike."""
 
-    def __init__(self, depths: Depths, stack: stacks.Stack) -> None:
+    def __init__(self, depths: Depths, units: int, stack: Stack) -> None:
         super().__init__()
-        self._depths, self._stack = depths, stack
+        self._depths, self._stack, self._units, self._few = depths, stack, units, units - stack.repeats
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
         joint = super().joint(call, plan)
-        if self._stack.few == PLACED and placing_passes(plan) and _is_repeated(joint):
+        if self._few == PLACED and placing_passes(plan) and _is_repeated(joint):
             self._take_placements(self._with_few(call, plan), joint, plan)
         return joint
 
     def _traced(self, call: Call, plan: Plan) -> JointGraph:
         made = None
-        if self._stack.few == PLACED:
+        if self._few == PLACED:
             made = self._repeated(self._with_few(call, plan))
         elif self.does_alike(call, plan, self._stack):
             with suppress(CaptureError):  # a model of two layers may not run
@@ -122,13 +123,13 @@ class _Repeated(_Kept):
         return made or super()._traced(call, plan)
 
     def _with_few(self, call: Call, plan: Plan) -> JointGraph:
-        few = self._stack.few
-        return self._depths.captures(few).joint(replace(call, model=self._depths.model(few)), plan)
+        model = self._depths.model(self._few)
+        return self._depths.captures(self._few).joint(replace(call, model=model), plan)
 
     def _repeated(self, few: JointGraph) -> JointGraph | None:
         if few.results or few.replaced or few.shortened:
             return None  # tensors that forward leaves behind may be of any layer
-        model = self._depths.model(self._stack.layers)
+        model = self._depths.model(self._units)
         stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with suppress(UnequalLayersError):
             module = repeat(few.module, self._stack)
@@ -139,7 +140,7 @@ class _Repeated(_Kept):
     def _take_placements(self, few: JointGraph, joint: JointGraph, plan: Plan) -> None:
         """Give the graph the placements under a plan of that with few layers, if those that are repeated have equal
         ones."""
-        shapes, more = (named_shapes(self._depths.model(each)) for each in (PLACED, self._stack.layers))
+        shapes, more = (named_shapes(self._depths.model(each)) for each in (PLACED, self._units))
         key = placement_key(plan, plan.resolve(more))
         if key in joint.placed:
             return
@@ -173,12 +174,12 @@ def _without_names(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _of_more(records: Mapping[str, Any], names: Mapping[str, torch.Size], stack: stacks.Stack) -> dict[str, Any]:
+def _of_more(records: Mapping[str, Any], names: Mapping[str, torch.Size], stack: Stack) -> dict[str, Any]:
     """Records of parameters by name, for the parameters of the model with more layers."""
     found = {}
     for name in names:
         few = name
-        if (place := stacks.layer_of(name, [stack])) is not None:
+        if (place := layer_of(name, [stack])) is not None:
             _, number, rest = place
             few = f"{stack.prefix}{_traced_for(number, stack)}.{rest}"
         if few in records:
@@ -186,6 +187,6 @@ def _of_more(records: Mapping[str, Any], names: Mapping[str, torch.Size], stack:
     return found
 
 
-def _traced_for(number: int, stack: stacks.Stack) -> int:
+def _traced_for(number: int, stack: Stack) -> int:
     """The layer of the traced model that stands for one of the model with more."""
     return next(few for few in range(stack.few) if number in stack.stands_for(few))

@@ -65,10 +65,10 @@ def stage_layers(costs: LayerCosts, stages: int) -> tuple[int, ...]:
     extra = [0.0] * stages
     extra[0] += seconds(costs.head) / layer
     extra[-1] += seconds(costs.tail) / layer
-    counts = [1] * stages
-    for _ in range(costs.layers - stages):
+    counts = [costs.unit] * stages
+    for _ in range(costs.layers // costs.unit - stages):
         at = min(range(stages), key=lambda stage: (counts[stage] + extra[stage], stage))
-        counts[at] += 1
+        counts[at] += costs.unit
     return tuple(counts)
 
 

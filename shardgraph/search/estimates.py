@@ -30,12 +30,10 @@ _IDLE = 1.03
 _ROOMY = 0.8
 """Nothing is recomputed if memory without it is estimated at no more than this part of the budget."""
 
-_MIXTURES = 64
-"""Layouts that do not treat all layers alike that are estimated at most, those first that may be fastest."""
-
 _WORTHWHILE = 0.99
-"""They are priced one by one, and so only if they are estimated to take no more than this part of the time of those
-that treat all layers alike. Likewise losses in chunks, whose costs take programs of their own."""
+"""Layers that are not treated alike are priced one by one, and so only if a layout of them is estimated to take no more
+than this part of the time of those that treat all alike. Likewise losses in chunks, whose costs take programs of their
+own."""
 
 _GATHERED_AGAIN = 1.5
 """A step that waits for parameters alone takes so many times as long if they are gathered again in backward."""
@@ -56,7 +54,9 @@ class Estimates:
         self._source, self._question, self._budget, self._pipelines = source, source.question, budget, pipelines
         self._own_batches, self._recomputations = own_batches, source.recomputations
         self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
-        self._layers = 0 if source.depths is None else source.depths.stack.layers
+        self._stack = None if source.depths is None else source.depths.stack
+        self._units = 0 if self._stack is None else self._stack.units
+        self._layers = 0 if self._stack is None else self._stack.layers - self._stack.head
         machine = source.question.machine
         ranks = source.question.plan.world_size
         self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.devices_per_node]
@@ -64,7 +64,8 @@ class Estimates:
         self.remarks = self._costs.remarks
         stack = source.stack_of_equal_layers
         if stack is not None and (attributes := unlike(source.question.model, stack)):
-            what = f"priced as if all layers of {stack.path} were like the second, though they differ in {attributes}"
+            second = "second" if stack.head == 0 and stack.period == 1 else "first that are alike"
+            what = f"priced as if all layers of {stack.path} were like the {second}, though they differ in {attributes}"
             self.remarks[f"{what}: shardgraph.analyze has the price of a plan as it is"] = None
 
     def all(
@@ -80,7 +81,7 @@ class Estimates:
         ``bound`` of those that recompute nothing are seconds per sample: what is estimated to take longer is not
         estimated with more recomputed, which would take longer still.
         """
-        free = layouts(ranks, machine, self._layers, pipelines=self._pipelines, axes=self._axes)
+        free = layouts(ranks, machine, self._units, pipelines=self._pipelines, axes=self._axes)
         every = [layout for layout in free if layout.ep == 1 or self._divides_experts(layout.ep)]
         inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
         beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
@@ -115,7 +116,7 @@ class Estimates:
         device = machine.device
         if device.host is None or device.is_cpu or self._question.offload is not None:
             return []  # a CPU's memory is its host's
-        every = layouts(ranks, machine, self._layers, pipelines=False, axes=self._axes)
+        every = layouts(ranks, machine, self._units, pipelines=False, axes=self._axes)
         divided = [layout for layout in every if layout.degree in (1, *self._degrees)]
         offloaded = [replace(layout, offload=what) for layout in divided for what in OFFLOADS]
         return _fastest_first(self._estimated(offloaded, machine, batches))
@@ -163,10 +164,10 @@ class Estimates:
         """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not."""
         large = [pair for pair in estimated if pair[1].memory > self._budget and pair[0].stages == 1]
         best = _WORTHWHILE * self._best_of(estimated)
-        faster = [layout for layout, _ in _fastest_first(pair for pair in large if per_sample(pair) < best)]
+        faster = [pair[0] for pair in large if per_sample(pair) < best]
         if not faster or not self._large_scores:
             return []
-        return list(self._guesses((replace(layout, chunked=True) for layout in faster[:_MIXTURES]), machine))
+        return list(self._guesses((replace(layout, chunked=True) for layout in faster), machine))
 
     @cached_property
     def _large_scores(self) -> bool:
@@ -187,31 +188,30 @@ class Estimates:
         where those that treat all alike are slower or do not fit."""
         best = _WORTHWHILE * self._best_of(estimated)
         seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
-        if seeds and self._layers > FEW:
+        if seeds and self._stack is not None and self._stack.layers > FEW:
             self.remarks[
                 f"the {self._layers} equal layers are treated alike: where they are not, all of them are priced one by "
                 f"one, which is done for up to {FEW}; annotations of some (recompute(), keep_gathered()) hold in every "
                 "layout"
             ] = None
             return []
-        fastest = sorted(seeds, key=lambda seed: seed[0])[:_MIXTURES]
-        mixed = (self.fitted(layout, machine) for _, layout in fastest)
+        mixed = (self.fitted(layout, machine) for layout in seeds)
         found = self._guesses((layout for layout in mixed if layout is not None and layout.mixed), machine)
         return [pair for pair in found if per_sample(pair) < best]
 
-    def _seeds(self, pair: Estimated, best: float, machine: Cluster) -> Iterator[tuple[float, Layout]]:
+    def _seeds(self, pair: Estimated, best: float, machine: Cluster) -> Iterator[Layout]:
         """Layouts with one layer that is treated otherwise than in this one, if enough of them may bring less than
-        ``best`` seconds per sample, each with the least that it may take."""
+        ``best`` seconds per sample."""
         layout, guess = pair
         if not self._layers or layout.stages > 1:
             return
         if guess.memory > self._budget:
             if "full" in self._recomputations and layout.recompute != "full" and per_sample(pair) < best:
-                yield per_sample(pair), replace(layout, full=1)
+                yield replace(layout, full=1)
         elif layout.data == "fsdp" and layout.shard > layout.ep == 1 and per_sample(pair) < best * _GATHERED_AGAIN:
             all_kept = replace(layout, kept=self._layers)
             if (least := self.again(all_kept, machine)) is not None and per_sample((all_kept, least)) < best:
-                yield per_sample((all_kept, least)), replace(layout, kept=1)
+                yield replace(layout, kept=1)
 
     def _estimated(
         self,

@@ -11,7 +11,7 @@ from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import SHALLOW
+from shardgraph.report.folding import shallow
 from shardgraph.report.parts import held_at_peak, seconds_of_additions
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
@@ -152,11 +152,11 @@ def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan
     settled = replace(source, question=source.question.settled(plan))
     if plan.pipeline is not None:
         return plan, analyze_pipeline_source(settled)
-    layers = depths.stack.layers
-    if layers > sum(SHALLOW[0][1:]) and (analysis := folded(settled)) is not None:
+    stack = depths.stack
+    if stack.units > sum(shallow(stack)[0][1:]) and (analysis := folded(settled)) is not None:
         return plan, analysis
-    if layers <= FEW or whole:
-        analysis = unfolded(settled.at(depths, layers, plan))
+    if stack.layers <= FEW or whole:
+        analysis = unfolded(settled.at(depths, stack.units, plan))
         return plan, replace(analysis, plan=plan)
     if plan.bucket:
         return _deep(source, depths, replace(plan, bucket=0), whole)

@@ -3,7 +3,8 @@
 The estimates of the search (:mod:`shardgraph.search.estimate`) are made of these. The programs are for the axes of
 operators alone: data axes, stages and microbatches are added by the estimate. One more layer adds its cost, so two
 programs give that of a layer, and of all else. Where nothing runs beside the computation one is enough: a layer costs
-what passes from the end of one of the equal layers to the end of the next.
+what passes from the end of one of the equal layers to the end of the next. Where layers of several kinds follow each
+other in turns, that is found for a unit of them, one of each kind, of which each layer here costs an equal part.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardgraph.capture.stacks import Stack, layer_of
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
@@ -23,7 +25,6 @@ from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.passes.program import Program
 from shardgraph.report.analysis import Analysis
-from shardgraph.report.folding import Stack
 
 _LASTING = ("parameters", "buffers", "inputs", "gradients", "optimizer state", "gathered parameters")
 """Kinds of memory that no layer's microbatch adds to."""
@@ -81,9 +82,10 @@ class Part(NamedTuple):
 class LayerCosts:
     """A model as what comes before its equal layers, so many of them, and what comes after.
 
-    For microbatches of ``batch`` samples. ``working`` are the bytes beside those saved at the peak, of activations and
-    temporaries; ``crossing`` those that one layer passes to the next; ``shares`` the parts of the bytes of a layer's
-    parameters, or of all where there are no equal layers, that each of them has.
+    Stages of a pipeline have a multiple of ``unit`` layers. For microbatches of ``batch`` samples. ``working`` are the
+    bytes beside those saved at the peak, of activations and temporaries; ``crossing`` those that one layer passes to
+    the next; ``shares`` the parts of the bytes of a layer's parameters, or of all where there are no equal layers, that
+    each of them has.
     """
 
     head: Part
@@ -94,6 +96,7 @@ class LayerCosts:
     working: float
     crossing: float
     shares: tuple[float, ...]
+    unit: int = 1
 
     @property
     def whole(self) -> Part:
@@ -144,36 +147,37 @@ def whole_costs(program: Program, analysis: Analysis) -> LayerCosts:
 Analysed = tuple[Program, Analysis]
 
 
-def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, layers: int) -> LayerCosts:
-    """The costs of a model with all layers of ``stack``, from the program of a copy with ``layers``, three or more, and
+def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, units: int) -> LayerCosts:
+    """The costs of a model with all layers of ``stack``, from the program of a copy with ``units``, three or more, and
     from one with one more, if :func:`takes_another`."""
     whole, working = _costs_of(*few)
-    layer = (_layer(*few, stack) if more is None else _costs_of(*more)[0].plus(whole, -1)).positive
-    rest = whole.plus(layer, -layers).positive
+    unit = (_unit(*few, stack) if more is None else _costs_of(*more)[0].plus(whole, -1)).positive
+    rest = whole.plus(unit, -units).positive
     head = _head(few[1], few[0], stack)
     head = Part(*map(min, head, rest))
     tail = rest.plus(head, -1).positive
     batch = max(1, few[1].samples)
-    shares = _shares(few[0], (fqn for fqn in few[0].trained if _within(fqn, f"{stack.path}.2")))
-    return LayerCosts(head, layer, tail, stack.layers, batch, working, _crossing(few[0], stack), shares)
+    shares = _shares(few[0], (fqn for fqn in few[0].trained if _is_in(fqn, stack.unit(2)[:1])))
+    layer, layers, crossing = Part().plus(unit, 1 / stack.period), stack.layers - stack.head, _crossing(few[0], stack)
+    return LayerCosts(head, layer, tail, layers, batch, working, crossing, shares, stack.period)
 
 
 def takes_another(analysis: Analysis, stack: Stack) -> bool:
     """Whether one program does not tell what a layer costs: something runs beside the computation, or forward does
     nothing in the layers, but reads their parameters elsewhere."""
     beside = any(row.stream for row in analysis.rows)
-    return beside or not all(_rows_in(analysis, stack, "forward", layer) for layer in (1, 2))
+    return beside or not all(_rows_in(analysis, stack, "forward", unit) for unit in (1, 2))
 
 
-def _layer(program: Program, analysis: Analysis, stack: Stack) -> Part:
-    """What one of the equal layers costs: the third in forward, and in backward, which comes to the third before it,
+def _unit(program: Program, analysis: Analysis, stack: Stack) -> Part:
+    """What one of the equal units costs: the third in forward, and in backward, which comes to the third before it,
     the second."""
     rows = analysis.rows
-    begin, end = (_rows_in(analysis, stack, "forward", layer)[-1] for layer in (1, 2))
+    begin, end = (_rows_in(analysis, stack, "forward", unit)[-1] for unit in (1, 2))
     saved = _of_microbatch(rows[end]) - _of_microbatch(rows[begin])
-    third, second = (_rows_in(analysis, stack, "backward", layer) for layer in (2, 1))
+    third, second = (_rows_in(analysis, stack, "backward", unit) for unit in (2, 1))
     back = range(third[-1] + 1, second[-1] + 1) if third and second else range(0)  # if they are trained
-    state = _state(program, (fqn for fqn in sorted(program.trained) if _within(fqn, f"{stack.path}.2")))
+    state = _state(program, (fqn for fqn in sorted(program.trained) if _is_in(fqn, stack.unit(2))))
     return state._replace(saved=saved, **_halves(analysis, range(begin + 1, end + 1), back))
 
 
@@ -202,15 +206,15 @@ def _started(rows: Iterable[Row], analysis: Analysis) -> float:
     return sum(count * compute.seconds(device, *kind, 0, 0) for kind, count in kinds.items())
 
 
-def _rows_in(analysis: Analysis, stack: Stack, half: str, layer: int) -> list[int]:
-    """Where the operations of a layer are among the rows of a program."""
-    path = f"{stack.path}.{layer}"
-    return [i for i, row in enumerate(analysis.rows) if row.half == half and _within(row.module, path)]
+def _rows_in(analysis: Analysis, stack: Stack, half: str, unit: int) -> list[int]:
+    """Where the operations of a unit are among the rows of a program."""
+    paths = stack.unit(unit)
+    return [i for i, row in enumerate(analysis.rows) if row.half == half and _is_in(row.module, paths)]
 
 
-def _within(name: str, module: str) -> bool:
-    """Whether a module or parameter is this module or in it."""
-    return name == module or name.startswith(f"{module}.")
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or parameter is one of these modules or in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _of_microbatch(row: Row) -> int:
@@ -268,7 +272,7 @@ def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:
     """What comes before the layers: operations before the first one of a layer in forward, and after the last one in
     backward, and the parameters that they use."""
     rows = analysis.rows
-    inside = [row.module.startswith(f"{stack.path}.") for row in rows]
+    inside = [(place := layer_of(row.module, [stack])) is not None and place[1] >= stack.head for row in rows]
     outside: dict[str, list[int]] = {"forward": [], "backward": []}
     for half in outside:
         own = [i for i, row in enumerate(rows) if row.half == half]
@@ -283,13 +287,13 @@ def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:
 
 
 def _crossing(program: Program, stack: Stack) -> float:
-    """Bytes that the second layer gives to the third in forward."""
-    one, two = (f"{stack.path}.{layer}" for layer in (1, 2))
+    """Bytes that the second unit gives to the third in forward."""
+    one, two = stack.unit(1), stack.unit(2)
     given = [
         node.meta["val"].nbytes
         for node in program.forward.graph.nodes
         if isinstance(node.meta.get("val"), torch.Tensor)
-        and _within(module_of(node), one)
-        and any(_within(module_of(user), two) for user in node.users)
+        and _is_in(module_of(node), one)
+        and any(_is_in(module_of(user), two) for user in node.users)
     ]
     return float(sum(given))

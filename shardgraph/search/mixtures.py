@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from shardgraph.capture.stacks import Stack
 from shardgraph.passes.recompute.names import wildcards
 from shardgraph.plans.annotations.kinds import recompute
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import Stack
 from shardgraph.search.layouts import Layout
 
 
@@ -18,9 +18,10 @@ def mixed(plan: Plan, layout: Layout, stack: Stack) -> Plan:
     The first layers are those to recompute: what they save is held longest. The last are those whose parameters stay
     gathered: they are needed again soonest.
     """
-    again = ((f"{stack.path}.{numbers}", recompute()) for numbers in _numbers(range(layout.full)))
+    equal = range(stack.head, stack.layers)
+    again = ((f"{stack.path}.{numbers}", recompute()) for numbers in _numbers(equal[: layout.full]))
     plan = replace(plan, annotations=(*plan.annotations, *again))
-    last = range(stack.layers - layout.kept, stack.layers)
+    last = equal[len(equal) - layout.kept :]
     ((pattern, entry),) = plan.parameters
     kept = ((f"{stack.path}.{numbers}.*", replace(entry, reshard_after_forward=False)) for numbers in _numbers(last))
     return replace(plan, parameters=((pattern, entry), *kept))

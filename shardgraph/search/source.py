@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardgraph.capture.captures import Call, Captures
+from shardgraph.capture.stacks import Stack
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import Stack, find_stack, treats_alike, unlike
+from shardgraph.report.folding import find_stack, treats_alike, unlike
 from shardgraph.search.decide import decide
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
@@ -83,20 +84,15 @@ class Source:
         return self.depths or Depths(self.question.model, stack)
 
     def shallow(self, depths: Depths, shallow: Sequence[int]) -> Iterator[Source]:
-        """The same analysis for copies of the model with only a few layers of its stack."""
-        for layers in shallow:
-            yield self.at(depths, layers, self.plan)
+        """The same analysis for copies of the model with only a few units of its stack."""
+        for units in shallow:
+            yield self.at(depths, units, self.plan)
 
-    def shortened(self, depths: Depths, plan: Plan) -> Source:
-        """The same analysis under a pipeline of fewer layers of the stack, those that ``plan`` balances."""
-        assert plan.pipeline is not None
-        return self.at(depths, sum(plan.pipeline.balance), plan)
-
-    def at(self, depths: Depths, layers: int, plan: Plan) -> Source:
-        """The same analysis under ``plan`` of a copy of the model with so many layers."""
-        model = depths.model(layers)
+    def at(self, depths: Depths, units: int, plan: Plan) -> Source:
+        """The same analysis under ``plan`` of a copy of the model with so many units."""
+        model = depths.model(units)
         question = replace(self.question, model=model, plan=plan, call=replace(self.call, model=model))
-        return replace(self, question=question, captures=depths.captures(layers), depths=None)
+        return replace(self, question=question, captures=depths.captures(units), depths=None)
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
         """The same analysis for a call of other sizes; see :meth:`Call.resized`."""

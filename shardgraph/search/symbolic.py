@@ -20,7 +20,7 @@ from shardgraph.passes.analysis.rows import Row, rows_of
 from shardgraph.passes.analysis.sized import NotSizedError, Point, Sizes, size_program
 from shardgraph.passes.analysis.sized_prices import SizedPrices
 from shardgraph.passes.program import Program
-from shardgraph.report.folding import SHALLOW, NotPeriodicError, extend
+from shardgraph.report.folding import NotPeriodicError, extend, shallow
 from shardgraph.report.step import program_halves
 from shardgraph.report.update import Shards, update_memory, update_rows
 from shardgraph.search.source import Source
@@ -141,9 +141,9 @@ def symbolic(source: Source, by_sequence: bool = True) -> Symbolic:
 
     table = None
     if (stack := source.stack) is not None:
-        depths, shallow = source.depths_of(stack), SHALLOW[0]
+        depths, numbers = source.depths_of(stack), shallow(stack)[0]
         with suppress(NotPeriodicError, CaptureError):  # as analyze_source
-            table = extend([rows(each) for each in source.shallow(depths, shallow)], shallow[0], stack.layers)
+            table = extend([rows(each) for each in source.shallow(depths, numbers)], numbers[0], stack.units)
     if table is None:
         table = rows(source)
 
