@@ -337,10 +337,7 @@ def test_layers_of_several_kinds_are_written_down_from_a_few_units_of_them(kinds
     with torch.device("meta"):
         model, x = OfKinds(KINDS[kinds]), torch.zeros(4096, 512)
     apart = replace(shardgraph.preset(plan, {"dp": 4}), bucket=0)
-    folded, whole = (
-        shardgraph.analyze(model, (x,), apart, cluster=toy_cluster(), fold=fold)
-        for fold in (True, False)
-    )
+    folded, whole = (shardgraph.analyze(model, (x,), apart, cluster=toy_cluster(), fold=fold) for fold in (True, False))
     assert len(written) == 1
     _assert_equal(folded, whole)
 

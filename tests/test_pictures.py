@@ -204,6 +204,29 @@ def test_a_lengthened_stack_is_drawn_as_the_whole_one():
     assert few.summary == all_.summary
 
 
+class Chain(nn.Module):
+    """A product and a norm for each letter, as wide as its kind."""
+
+    def __init__(self, kinds: str):
+        super().__init__()
+        widths = (ord(kind) for kind in kinds)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, n), nn.LayerNorm(n), nn.Linear(n, 8)) for n in widths)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_stack_whose_first_layers_are_unlike_the_others_is_lengthened_by_these():
+    x, alone = torch.zeros(2, 8), replace(preset("fsdp", {"dp": 2}), bucket=0)
+    few, few_flow = outline(Chain("cb" + 5 * "a"), x, plan=alone)
+    whole, whole_flow = outline(Chain("cb" + 9 * "a"), x, plan=alone)
+    few.lengthen(Stack("layers", 11, head=2), 5)
+    assert plan_graph(few, few_flow).source == plan_graph(whole, whole_flow).source
+    assert few.summary == whole.summary
+
+
 def test_layers_that_share_their_parameters_are_not_lengthened():
     tree = Tree("fsdp", (), Module(""))
     tree.root.find("layers.0").own.append(HeldParameter("weight", (2,), (2,), "whole", 4))

@@ -183,9 +183,7 @@ def test_so_is_one_of_layers_of_several_kinds(kinds, balance, monkeypatch):
     wanted = preset("pp", {"pp": 4}, Pipeline(8, balance=balance))
     with torch.device("meta"):
         model, x = OfKinds(kinds), torch.zeros(64, 512)
-    short, whole = (
-        shardgraph.analyze(model, (x,), wanted, cluster=toy_cluster(), fold=fold) for fold in (True, False)
-    )
+    short, whole = (shardgraph.analyze(model, (x,), wanted, cluster=toy_cluster(), fold=fold) for fold in (True, False))
     assert len(folded) == 1
     assert short.peak_memory == whole.peak_memory and short.flops == whole.flops
     assert short.time.total == pytest.approx(whole.time.total, rel=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from shardgraph.capture import captures, record
 from shardgraph.capture.stacks import stacks_of
 from shardgraph.ir import JointGraph
 from shardgraph.passes.analysis.rows import Row
+from shardgraph.plans.annotations.kinds import recompute
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack, unlike
+from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack, treats_alike, unlike
 from shardgraph.search import stages
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
@@ -642,6 +644,104 @@ def test_a_third_program_tells_whether_layers_that_were_traced_one_by_one_are_al
     few = [live(layers, lambda layers: 10 * layers**2) for layers in (5, 6, 7)]
     with pytest.raises(NotPeriodicError, match="do not grow evenly"):
         extend(few, 5, 20)
+
+
+# -- unlike first layers, and layers of several kinds in turns ---------------------------------------------------------
+
+
+def _of_kinds(kinds: str) -> Chain:
+    """A block for each letter, whose width its kind is."""
+    return Chain(
+        nn.ModuleList(nn.Sequential(Block(), nn.Linear(8, ord(kind)), nn.Linear(ord(kind), 8)) for kind in kinds)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "head", "period"),
+    [
+        (8 * "a", 0, 1),
+        ("bcb" + 8 * "a", 3, 1),
+        ("b" + 6 * "ba", 1, 2),
+        ("a" + 6 * "ba", 1, 2),  # rather than a unit that is cut off
+        ("c" + 6 * "aab", 1, 3),
+        (7 * "a", None, None),
+        (5 * "ab", None, None),
+        (8 * "a" + "b", None, None),
+        ("abcdefghijklmnop", None, None),
+    ],
+)
+def test_a_stack_has_units_of_the_fewest_kinds_behind_what_is_unlike_them(kinds, head, period):
+    stack = find_stack(_of_kinds(kinds))
+    assert (stack and (stack.head, stack.period)) == (None if head is None else (head, period))
+    assert stack is None or stack.layers == len(kinds) == stack.up_to(stack.units)
+
+
+def test_a_stack_has_units_of_layers_that_their_attributes_tell_apart_in_turns():
+    model, _ = _widened(*range(0, 20, 2))
+    stack = find_stack(model)
+    assert stack is not None and (stack.head, stack.period) == (0, 2) and unlike(model, stack) == ""
+    model.layers[14].wide = False
+    stack = find_stack(model)
+    assert (
+        stack is not None and stack.period == 1 and unlike(model, stack).startswith("wide of layers 2, 4, 6 and 5 more")
+    )
+
+
+def test_an_attribute_that_some_layers_lack_tells_them_apart():
+    model, _ = _widened()
+    model.layers[7].other = True
+    stack = find_stack(model)
+    assert stack is not None and unlike(model, stack) == "other, which some layers lack"
+
+
+def test_a_plan_that_names_first_layers_or_one_of_the_kinds_treats_units_alike():
+    kinds, annotated = "bb" + 7 * "ca", shardgraph.preset("fsdp", {"dp": 2})
+    model = _of_kinds(kinds)
+    stack = find_stack(model)
+    assert stack is not None
+
+    def treated(*layers: str) -> bool:
+        annotations = tuple((f"layers.{pattern}", recompute()) for pattern in layers)
+        return treats_alike(replace(annotated, annotations=annotations), model, stack)
+
+    assert treated("0") and treated("1", "*[02468]") and treated("*")
+    assert not treated("3") and not treated("[2-7]")
+
+
+SEVERAL: dict[str, Callable[[], Case]] = {
+    "other first layers": lambda: (_of_kinds("bcb" + 8 * "a"), (X,), {}),
+    "two kinds in turns": lambda: (_of_kinds(6 * "ab"), (X,), {}),
+    "deepseek, whose first layers are dense": of_transformers(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", num_hidden_layers=10, first_k_dense_replace=2, hidden_size=32,
+        intermediate_size=64, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2, n_group=2,
+        topk_group=1, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=8, vocab_size=100, use_cache=False,
+    ),
+    "t5, whose first layer has the positions": of_transformers(
+        "T5ForConditionalGeneration", "T5Config", num_layers=9, num_decoder_layers=2, d_model=32, d_ff=64, d_kv=8,
+        num_heads=4, vocab_size=100, use_cache=False, decoder_start_token_id=0,
+    ),
+    "gpt-oss, two kinds of attention": of_transformers(
+        "GptOssForCausalLM", "GptOssConfig", num_hidden_layers=12, hidden_size=32, intermediate_size=32, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=100,
+        sliding_window=4, use_cache=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.quick("other*", "two*", "t5*")
+@pytest.mark.parametrize("name", SEVERAL)
+def test_more_units_are_those_of_a_trace_of_them_made_of_one_of_four(name, monkeypatch):
+    (model, args, kwargs), traced, trace = SEVERAL[name](), [], captures.remembered
+    monkeypatch.setattr(captures, "remembered", lambda *args, **kwargs: traced.append(args) or trace(*args, **kwargs))
+    stack = find_stack(model)
+    assert stack is not None and (stack.head or stack.period > 1)
+    depths, plan = Depths(model, stack), shardgraph.preset("fsdp", {"dp": 2})
+    made = depths.captures(5).joint(captures.Call(depths.model(5), args, kwargs), plan)
+    assert [len(asked[0].model.get_submodule(stack.path)) for asked in traced] == [stack.up_to(4)]
+    whole = captures.Captures().joint(captures.Call(depths.model(5), args, kwargs), plan)
+    for one, other in zip(written(made.module), written(whole.module), strict=True):
+        assert one == other
 
 
 # -- layers of one form that their attributes tell apart -------------------------------------------------------

@@ -13,22 +13,26 @@ import torch
 from torch import nn
 
 import shardgraph
+from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.nn import MoE
 from shardgraph.plans.plan import Plan
-from shardgraph.search import auto
+from shardgraph.report.analysis import Analysis
+from shardgraph.report.pipeline_folding import units_of_stages
+from shardgraph.search import analysis, auto
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import program_of
 from shardgraph.search.estimate import Estimate
 from shardgraph.search.estimates import Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest
-from shardgraph.search.layer_costs import layer_costs, takes_another
+from shardgraph.search.layer_costs import layer_costs, takes_another, whole_costs
 from shardgraph.search.layouts import Layout
 from shardgraph.search.machine import resolve_axes
+from shardgraph.search.mixtures import mixed
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 from tests.machines import GIB, toy_cluster
-from tests.test_analysis import gpt2, llama, text
+from tests.test_analysis import OfKinds, gpt2, llama, text
 from tests.zoo import Deep, make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -174,6 +178,68 @@ def test_the_cost_of_a_layer_is_what_one_more_layer_costs(name):
             wholes.append(replace(costs[-1], layers=layers).whole)
         assert costs[0].layer == pytest.approx(wholes[1].plus(wholes[0], -1), rel=1e-6)
         assert costs[0].layers == source.depths.stack.layers
+
+
+def of_kinds(kinds: str) -> dict[str, object]:
+    with torch.device("meta"):
+        return {"model": OfKinds(kinds), "example_inputs": (torch.zeros(4096, 512),)}
+
+
+KINDS = {"other first layers": "ccb" + 9 * "a", "two kinds in turns": "b" + 6 * "ac"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_costs_of_a_few_units_are_those_of_all_layers(name):
+    """Unlike first layers are a part of what comes before the others, of which each costs as much as the mean."""
+    call = of_kinds(KINDS[name])
+    source = source_of(8, Cluster.of("H100", nodes=1), call["model"], call["example_inputs"]).of_few_layers
+    assert source.depths is not None
+    stack, plan = source.depths.stack, replace(shardgraph.preset("ddp", {"dp": 1}), bucket=0)
+    few, whole = (program_of(source.at(source.depths, units, plan), plan) for units in (4, stack.units))
+    costs, rows = layer_costs(few, None, stack, 4), whole[1].rows
+    assert costs.layers == len(KINDS[name]) - stack.head and costs.unit == stack.period
+    assert costs.whole == pytest.approx(whole_costs(*whole).whole, rel=1e-6)
+    first = next(i for i, row in enumerate(rows) if row.module.startswith(f"layers.{stack.head}."))
+    assert costs.head.forward == pytest.approx(sum(row.seconds for row in rows[:first]))
+
+
+@pytest.mark.quick("other*")
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_several_kinds_of_layers_are_planned_from_a_few_of_them(name, monkeypatch):
+    programs, lower = [], analysis.unfolded
+
+    def unfolded(source: Source) -> Analysis:
+        programs.append(len(source.question.model.layers))
+        return lower(source)
+
+    monkeypatch.setattr(analysis, "unfolded", unfolded)
+    call = of_kinds(KINDS[name][:3] + 22 * KINDS[name][3:5])
+    found = shardgraph.plan(**call, cluster="H100", devices=64)
+    assert programs and max(programs) < len(call["model"].layers)
+    whole = shardgraph.analyze(**call, plan=found, cluster=Cluster.of("H100", nodes=8), fold=False)
+    assert found.considered[0].memory == whole.peak_memory
+    assert found.considered[0].seconds == pytest.approx(whole.time.total)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_stages_begin_with_a_unit_of_layers(name):
+    call = of_kinds(KINDS[name])
+    source = source_of(8, Cluster.of("H100", nodes=1), call["model"], call["example_inputs"]).of_few_layers
+    assert source.depths is not None
+    estimates, stack = Estimates(source, 80 * GIB, pipelines=True), source.depths.stack
+    finals = auto.Finals(source, estimates, 80 * GIB, float("inf"))
+    layout = Layout(stages=2, shard=4, microbatches=4)
+    plan = finals._plan(layout)
+    assert plan.pipeline is not None and sum(plan.pipeline.balance) == stack.layers
+    assert units_of_stages(plan.pipeline, stack)
+
+
+def test_layers_that_are_not_treated_alike_are_those_behind_the_first_ones():
+    plan, stack = shardgraph.preset("fsdp", {"dp": 2}), Stack("layers", 10, head=3)
+    again = mixed(plan, Layout(shard=2, full=2), stack)
+    assert [pattern for pattern, _ in again.annotations] == ["layers.[3-4]"]
+    kept = mixed(plan, Layout(shard=2, kept=7), stack)
+    assert [pattern for pattern, _ in kept.parameters] == ["*", "layers.[3-9].*"]
 
 
 # -- every layout ------------------------------------------------------------------------------------------------------

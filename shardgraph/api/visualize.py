@@ -33,7 +33,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import find_stack, shallow, shortened, treats_alike
+from shardgraph.report.folding import SHALLOW, shortened, stack_of_forms, treats_alike
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.front import Front
 from shardgraph.search.machine import machine_for
@@ -189,13 +189,12 @@ def _lowered(plan: Plan, call: Call) -> _Outline:
     """The modules and data flow of a call under ``plan``; only a few layers of a stack of equal ones are captured."""
     plan = replace(plan, bucket=0)  # buckets change no module's bytes, and cross layers
     plan.resolve(named_shapes(call.model))  # reject a plan that does not fit before the long work
-    stack = find_stack(call.model)
-    if stack is not None and treats_alike(plan, call.model, stack):
+    stack, equal = stack_of_forms(call.model), SHALLOW[0][-1]
+    if stack is not None and stack.period == 1 and treats_alike(plan, call.model, stack):
         try:
-            units = shallow(stack)[0][-1]
-            short, few = shortened(call.model, stack, units), f"{stack.up_to(units)} of {stack.layers} layers"
+            short, few = shortened(call.model, stack, equal), f"{stack.up_to(equal)} of {stack.layers} layers"
             outline = _Outline.of(_program(plan, replace(call, model=short)), short, few)
-            outline.modules.lengthen(stack, units)
+            outline.modules.lengthen(stack, equal)
             return outline
         except (CaptureError, tree.UnknownTrafficError):
             pass  # layers that are counted, or indexed by number, cannot be left out

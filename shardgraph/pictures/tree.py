@@ -208,26 +208,25 @@ class Tree:
             lines.append((colour, f"{placement}: {len(placed)} parameters, {held} {self.on}"))
         return lines
 
-    def lengthen(self, stack: Stack, units: int) -> None:
-        """Repeat the middle one of the captured ``units`` of a stack, so that it has all its layers.
+    def lengthen(self, stack: Stack, captured: int) -> None:
+        """Repeat the middle one of the ``captured`` equal layers of a stack, so that it has all its layers.
 
         Layers without parameters are not drawn, and layers that share parameters are drawn once.
 
         Raises:
             UnknownTrafficError: the stack itself has collectives, and not one for each layer or between each two, or
-                they may be of layers of several kinds.
+                its first layers are unlike the others.
         """
-        drawn, captured = self.root.find(stack.path), stack.up_to(units)
-        present, middle = list(drawn.children.values()), stack.up_to(units // 2)
-        if len(present) == captured:
-            unit = present[middle : middle + stack.period]
-            more = [copy.deepcopy(layer) for _ in range(stack.units - units) for layer in unit]
+        drawn, few = self.root.find(stack.path), stack.up_to(captured)
+        present, middle = list(drawn.children.values()), stack.up_to(captured // 2)
+        if len(present) == few:
+            more = [copy.deepcopy(present[middle]) for _ in range(stack.layers - few)]
             repeated = (*present[:middle], *more, *present[middle:])
             drawn.children = {str(i): layer for i, layer in enumerate(repeated)}
-            if drawn.traffic and (stack.head or stack.period > 1):
-                raise UnknownTrafficError(f"{stack.path} has collectives of its own, and layers of several kinds")
+            if drawn.traffic and stack.head:
+                raise UnknownTrafficError(f"{stack.path} has collectives of its own, and layers of two kinds")
             for traffic in drawn.traffic.values():
-                traffic.repeat(captured, stack.layers)
+                traffic.repeat(few, stack.layers)
             for i, layer in enumerate(repeated):
                 before = layer.path
                 for module in layer.walk():

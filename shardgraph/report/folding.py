@@ -62,14 +62,17 @@ class NotPeriodicError(Exception):
     """The shallow programs differ by more than a segment in each of forward and backward; analyse the whole model."""
 
 
-def find_stack(model: nn.Module) -> Stack | None:
-    """The longest ``ModuleList`` of which few layers tell of the others, if any: whose layers have equal modules and
-    parameter shapes, but for the first ones, or for those of a few kinds in turns.
-
-    Layers of equal form that differ in turns in their attributes (:func:`unlike`) are of several kinds too.
-    """
+def stack_of_forms(model: nn.Module) -> Stack | None:
+    """The longest ``ModuleList`` whose layers have equal modules and parameter shapes, if any, but for the first ones,
+    or for those of a few kinds in turns."""
     stacks = (_stack(path, list(layers)) for path, layers in model.named_modules() if isinstance(layers, nn.ModuleList))
-    longest = max((stack for stack in stacks if stack is not None), key=lambda stack: stack.layers, default=None)
+    return max((stack for stack in stacks if stack is not None), key=lambda stack: stack.layers, default=None)
+
+
+def find_stack(model: nn.Module) -> Stack | None:
+    """The longest ``ModuleList`` of which few layers tell of the others, if any: that of :func:`stack_of_forms`, of
+    which layers of equal form that differ in turns in their attributes (:func:`unlike`) are of several kinds too."""
+    longest = stack_of_forms(model)
     if longest is None or not unlike(model, longest):
         return longest
     in_turns = (_aligned(longest, longest.head, longest.period * kinds) for kinds in range(2, _PERIODS + 1))
