@@ -71,12 +71,12 @@ def stack_of_forms(model: nn.Module) -> Stack | None:
 
 def find_stack(model: nn.Module) -> Stack | None:
     """The longest ``ModuleList`` of which few layers tell of the others, if any: that of :func:`stack_of_forms`, of
-    which layers of equal form that differ in turns in their attributes (:func:`unlike`) are of several kinds too."""
+    which layers of equal form are of two kinds too if their attributes (:func:`unlike`) differ in turns."""
     longest = stack_of_forms(model)
     if longest is None or not unlike(model, longest):
         return longest
-    in_turns = (_aligned(longest, longest.head, longest.period * kinds) for kinds in range(2, _PERIODS + 1))
-    return next((stack for stack in in_turns if _is_long(stack) and not unlike(model, stack)), longest)
+    in_turns = _aligned(longest, longest.head, 2 * longest.period)
+    return in_turns if _is_long(in_turns) and not unlike(model, in_turns) else longest
 
 
 def _stack(path: str, layers: Sequence[nn.Module]) -> Stack | None:
