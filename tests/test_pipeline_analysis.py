@@ -33,6 +33,16 @@ def test_stages_are_of_equal_length_where_no_one_says_where_to_cut():
     assert max(seconds) < 1.25 * min(seconds)
 
 
+@pytest.mark.quick("zbv")
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
+def test_every_stage_has_a_parameter_where_no_one_says_where_to_cut(schedule):
+    """An optimizer refuses a rank without one."""
+    model, (args, kwargs) = make("gpt2", 8)
+    plan = preset("pp", {"pp": 4}, Pipeline(8, schedule))
+    found = shardgraph.analyze(model, args, plan, example_kwargs=kwargs, cluster=toy_cluster())
+    assert len(found.stages) == 8 and all(stage.state["parameters"] for stage in found.stages)
+
+
 @pytest.mark.slow
 def test_more_microbatches_make_smaller_bubbles_and_gpipe_holds_them_all():
     half = ("transformer.h.1",)

@@ -589,7 +589,6 @@ FOUR: dict[str, tuple[Callable[[], Case], int]] = {
     "a dropout in the middle": (of_blocks(Plain, lambda model: setattr(model.layers[2].dropout, "p", 0.0)), 4),
     "a third layer by its number": (of_blocks(OfThreeOrMore), 4),
     "another first layer": (of_blocks(Plain, lambda model: setattr(model.layers[0].dropout, "p", 0.0)), 4),
-    "gemma2, two kinds of layers": (REPEATED["gemma2, two kinds of layers"], 4),
 }
 
 
@@ -721,6 +720,7 @@ SEVERAL: dict[str, Callable[[], Case]] = {
         "T5ForConditionalGeneration", "T5Config", num_layers=9, num_decoder_layers=2, d_model=32, d_ff=64, d_kv=8,
         num_heads=4, vocab_size=100, use_cache=False, decoder_start_token_id=0,
     ),
+    "gemma2, two kinds of layers": REPEATED["gemma2, two kinds of layers"],
     "gpt-oss, two kinds of attention": of_transformers(
         "GptOssForCausalLM", "GptOssConfig", num_hidden_layers=12, hidden_size=32, intermediate_size=32, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=100,

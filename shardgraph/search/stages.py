@@ -60,7 +60,9 @@ def place_stages(
 def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> tuple[str, ...]:
     pipeline = plan.pipeline
     assert pipeline is not None
-    costs, names = _blocks_of(joint, plan, shapes, cluster)
+    costs, names = _blocks_of(joint, plan, shapes, cluster, holding=True)
+    if len(names) < pipeline.count - 1:
+        costs, names = _blocks_of(joint, plan, shapes, cluster)
     if len(names) < pipeline.count - 1:
         places = f"{len(names)}, before {', '.join(map(repr, names))}" if names else "none"
         raise PlanError(
@@ -73,11 +75,12 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
 
 
 def _blocks_of(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster, holding: bool = False
 ) -> tuple[list[StageCost], list[str]]:
     """The cost of each block of a model captured for one microbatch, and the names of the modules that begin a block.
 
-    The blocks are in forward order, between all cut points; no module begins the first one.
+    The blocks are in forward order, between all cut points; no module begins the first one. If ``holding``, they are
+    between those that leave each of them a parameter: optimizers refuse a rank that has none.
 
     Seconds and bytes are those of a rank that computes the microbatch alone; collectives inside a stage are left out,
     since they add alike to all stages. Parameters and the state of AdamW are the rank's part under ``plan``; gradients
@@ -87,6 +90,9 @@ def _blocks_of(
     gm, points = copy_graph(joint.module), cut_points(joint.module)
     named = {node.name: node for node in gm.graph.nodes}
     assignment = assign_stages(gm, [named[point.node.name] for point in points])
+    if holding:
+        points = [points[block - 1] for block in _with_parameters(gm, assignment)[1:]]
+        assignment = assign_stages(gm, [named[point.node.name] for point in points])
     again = plan.pipeline.checkpoint != "never"
     saved = [0] * assignment.count if again else _saved(gm, assignment)
     fixed = _fixed(gm, assignment, plan, shapes)
@@ -112,6 +118,14 @@ def _blocks_of(
             )
         )
     return costs, [point.name for point in points]
+
+
+def _with_parameters(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
+    """The blocks that are the first to use some parameter."""
+    roles = placeholders(gm).items()
+    users = ([assignment.home[user] for user in node.users if user in assignment.home] for role, node in roles
+             if isinstance(role, Parameter))  # fmt: skip
+    return sorted({min(homes) for homes in users if homes})
 
 
 def _seconds(gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> list[dict[str, float]]:
