@@ -219,12 +219,12 @@ class Tree:
         """
         drawn, few = self.root.find(stack.path), stack.up_to(captured)
         present, middle = list(drawn.children.values()), stack.up_to(captured // 2)
+        if drawn.traffic and stack.head:
+            raise UnknownTrafficError(f"{stack.path} has collectives of its own, and layers of two kinds")
         if len(present) == few:
             more = [copy.deepcopy(present[middle]) for _ in range(stack.layers - few)]
             repeated = (*present[:middle], *more, *present[middle:])
             drawn.children = {str(i): layer for i, layer in enumerate(repeated)}
-            if drawn.traffic and stack.head:
-                raise UnknownTrafficError(f"{stack.path} has collectives of its own, and layers of two kinds")
             for traffic in drawn.traffic.values():
                 traffic.repeat(few, stack.layers)
             for i, layer in enumerate(repeated):

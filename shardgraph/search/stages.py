@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,9 +60,7 @@ def place_stages(
 def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster) -> tuple[str, ...]:
     pipeline = plan.pipeline
     assert pipeline is not None
-    costs, names = _blocks_of(joint, plan, shapes, cluster, holding=True)
-    if len(names) < pipeline.count - 1:
-        costs, names = _blocks_of(joint, plan, shapes, cluster)
+    costs, names = _blocks_of(joint, plan, shapes, cluster)
     if len(names) < pipeline.count - 1:
         places = f"{len(names)}, before {', '.join(map(repr, names))}" if names else "none"
         raise PlanError(
@@ -75,12 +73,12 @@ def _best(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], clust
 
 
 def _blocks_of(
-    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster, holding: bool = False
+    joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size], cluster: Cluster
 ) -> tuple[list[StageCost], list[str]]:
     """The cost of each block of a model captured for one microbatch, and the names of the modules that begin a block.
 
-    The blocks are in forward order, between all cut points; no module begins the first one. If ``holding``, they are
-    between those that leave each of them a parameter: optimizers refuse a rank that has none.
+    The blocks are in forward order; no module begins the first one. They are between the cut points that leave each of
+    them a parameter, since optimizers refuse a rank that has none, or between all where those are too few.
 
     Seconds and bytes are those of a rank that computes the microbatch alone; collectives inside a stage are left out,
     since they add alike to all stages. Parameters and the state of AdamW are the rank's part under ``plan``; gradients
@@ -90,8 +88,9 @@ def _blocks_of(
     gm, points = copy_graph(joint.module), cut_points(joint.module)
     named = {node.name: node for node in gm.graph.nodes}
     assignment = assign_stages(gm, [named[point.node.name] for point in points])
-    if holding:
-        points = [points[block - 1] for block in _with_parameters(gm, assignment)[1:]]
+    begin = sorted({home for _, _, home in _homes_of_parameters(gm, assignment)})[1:]
+    if len(begin) >= plan.pipeline.count - 1:
+        points = [points[block - 1] for block in begin]
         assignment = assign_stages(gm, [named[point.node.name] for point in points])
     again = plan.pipeline.checkpoint != "never"
     saved = [0] * assignment.count if again else _saved(gm, assignment)
@@ -120,12 +119,12 @@ def _blocks_of(
     return costs, [point.name for point in points]
 
 
-def _with_parameters(gm: fx.GraphModule, assignment: Assignment) -> list[int]:
-    """The blocks that are the first to use some parameter."""
-    roles = placeholders(gm).items()
-    users = ([assignment.home[user] for user in node.users if user in assignment.home] for role, node in roles
-             if isinstance(role, Parameter))  # fmt: skip
-    return sorted({min(homes) for homes in users if homes})
+def _homes_of_parameters(gm: fx.GraphModule, assignment: Assignment) -> Iterator[tuple[str, fx.Node, int]]:
+    """Each parameter, by name and node, with the first block that uses it."""
+    for role, node in placeholders(gm).items():
+        if isinstance(role, Parameter):
+            homes = (assignment.home[user] for user in node.users if user in assignment.home)
+            yield role.fqn, node, min(homes, default=0)
 
 
 def _seconds(gm: fx.GraphModule, assignment: Assignment, prices: Prices) -> list[dict[str, float]]:
@@ -173,11 +172,9 @@ def _fixed(gm: fx.GraphModule, assignment: Assignment, plan: Plan, shapes: Mappi
     """Bytes of parameters, whole gradients and optimizer state, in the first block that uses each parameter."""
     entries, states = plan.of_stage.resolve(shapes), optimizer_cost("adamw").states
     fixed = [0] * assignment.count
-    for role, node in placeholders(gm).items():
-        if isinstance(role, Parameter):
-            entry, value = entries[role.fqn], node.meta["val"]
-            whole = math.prod(entry.local_shape(value.shape, plan.mesh)) * value.itemsize
-            part = whole if entry.shard_axis is None else -(-whole // plan.mesh[entry.shard_axis][1])
-            homes = [assignment.home[user] for user in node.users if user in assignment.home]
-            fixed[min(homes, default=0)] += part * (1 + states) + whole
+    for fqn, node, home in _homes_of_parameters(gm, assignment):
+        entry, value = entries[fqn], node.meta["val"]
+        whole = math.prod(entry.local_shape(value.shape, plan.mesh)) * value.itemsize
+        part = whole if entry.shard_axis is None else -(-whole // plan.mesh[entry.shard_axis][1])
+        fixed[home] += part * (1 + states) + whole
     return fixed
