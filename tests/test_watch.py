@@ -12,6 +12,8 @@ from torch import fx, nn
 
 from shardgraph import ir
 from shardgraph.cli.main import main
+from shardgraph.errors import RankFailedError
+from shardgraph.runtime import watch
 from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.compared import findings
 from shardgraph.runtime.watch.stuck import STILL, Status, verdict
@@ -180,3 +182,17 @@ def test_a_graph_is_as_it_was_once_its_code_notes_collectives() -> None:
     with flight.noting(gm):
         assert gm.code.count(" = shardgraph_runtime_watch_flight_mark(") == 2
     assert gm.code == before
+
+
+def test_an_error_that_is_raised_from_itself_ends_a_rank_too() -> None:
+    alone, one, other = ValueError("alone"), ValueError("one"), ValueError("other")
+    alone.__cause__ = alone
+    one.__cause__, other.__cause__ = other, one
+    assert watch.seen(alone) is alone
+    assert watch.seen(one) is one
+
+
+def test_the_failure_of_another_rank_is_found_below_the_error_that_it_led_to() -> None:
+    error, between, cause = ValueError("own"), KeyError("between"), RankFailedError("rank 1 has ended")
+    error.__cause__, between.__cause__ = between, cause
+    assert watch.seen(error) is cause

@@ -35,6 +35,11 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MAX_PROGRAMS = 64  # keys in the cache, which evicts the least recently used
 _MAX_VARIANTS = 8  # programs of one key, for different attributes of the model
+_TRAINS_OTHERS = (
+    "Parameters require a gradient that did not when the model was compiled, and other ranks do not see it, since "
+    "named_parameters() of a pipeline has those of a rank's own stages: call requires_grad_() of modules, on all "
+    "ranks, or compile before anything is frozen"
+)
 
 
 class Compiled(NamedTuple):
@@ -149,19 +154,15 @@ class Programs:
                 try:
                     compiled = self._replaced(compiled, switches.agree(keys, programs, text))
                 except RankMismatchError as error:
-                    raise self._unlike(error, keys[0]) from error
+                    if self._trains_others(keys[0]):
+                        raise RankMismatchError(f"{error}\n{_TRAINS_OTHERS}") from error
+                    raise
             switches.agreed = switches.communication(keys, [each.executor.program for each in compiled])
         return compiled
 
-    def _unlike(self, error: RankMismatchError, key: ProgramKey) -> RankMismatchError:
-        """The error that ranks differ, and what to do if this one trains more parameters of a pipeline than before."""
-        if not self.trained or self._latest is None or self._latest[0][0].trained == key.trained:
-            return error
-        return RankMismatchError(
-            f"{error}\nParameters require a gradient that did not when the model was compiled, and other ranks do not "
-            "see it, since named_parameters() of a pipeline has those of a rank's own stages: call requires_grad_() of "
-            "modules, on all ranks, or compile before anything is frozen"
-        )
+    def _trains_others(self, key: ProgramKey) -> bool:
+        """Whether this stage of a pipeline trains other parameters than at its last call."""
+        return bool(self.trained and self._latest and self._latest[0][0].trained != key.trained)
 
     def _replaced(self, compiled: list[Compiled], programs: list[Program]) -> list[Compiled]:
         """The same with these programs in the places of theirs, also where they are kept."""

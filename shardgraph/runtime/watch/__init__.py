@@ -193,14 +193,22 @@ def seen(error: BaseException) -> BaseException:
 
     Torch's own of shards beside other tensors gets a note with what works.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _with_causes(error):
         if isinstance(cause, RankFailedError):
             return cause
-        cause = cause.__cause__
     if isinstance(error, RuntimeError) and MIXED in str(error):
         error.add_note(f"shardgraph: {ON_SHARDS}")
     return failed(error, place.of_error(error).text) or error
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and what it was raised from, each once: Python lets an error be raised from itself."""
+    cause: BaseException | None = error
+    known: set[int] = set()
+    while cause is not None and id(cause) not in known:
+        yield cause
+        known.add(id(cause))
+        cause = cause.__cause__
 
 
 def abandon(error: BaseException) -> None:
