@@ -159,7 +159,8 @@ class _Estimate:
         forward, backward = part.seconds(scale)
         if staged := self.layout.stages > 1:
             microbatches, device = self.layout.microbatches, self.cluster.device
-            backward += accumulation_seconds(device, part.reduced, part.tensors, microbatches)
+            added = accumulation_seconds(device, part.reduced, part.tensors, microbatches)
+            backward += max(added, device.call * part.tensors) if microbatches > 1 else 0.0
         if self._on_host:
             copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
             called = _LOADS * self.cluster.device.call * part.tensors
