@@ -12,13 +12,10 @@ from torch import nn
 
 import shardgraph
 from shardgraph import PlanError, ShardGraphError
-from shardgraph.api.plan import searched
 from shardgraph.plans.adapted import adapted
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.report.parts import parts_of
-from shardgraph.search.exact import price
-from shardgraph.search.fitting import advice
 from shardgraph.search.front import Front
 from tests.machines import GIB, toy_cluster
 
@@ -114,16 +111,6 @@ def test_a_plan_on_other_devices_keeps_its_calls_or_microbatches(preset, mesh, r
 def test_a_plan_without_data_ranks_is_for_as_many_ranks():
     with pytest.raises(PlanError, match="no axis of data"):
         adapted(shardgraph.preset("tp", {"tp": 2}), 4, 8, 4)
-
-
-def test_ways_to_fit_are_priced_for_the_calls_of_a_global_batch():
-    call = INPUTS, None, toy_cluster(2, 2), 2, 12, "adamw", None, "eager", None
-    source, _ = searched(Net(), *call)
-    smallest = price(source.resized(2, 6), shardgraph.preset("fsdp", {"dp": 2}), GIB, 3).of_batch(12)
-    halved, doubled = advice(source, smallest, GIB).splitlines()[-2:]
-    if "devices" in halved:
-        halved, doubled = doubled, halved
-    assert halved.startswith("  batches of 1, 6 of them accumulated: ") and doubled.startswith("  4 devices: ")
 
 
 # -- the front ---------------------------------------------------------------------------------------------------------

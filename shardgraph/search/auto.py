@@ -11,6 +11,7 @@ Nothing here grows with the number of devices, or of layers: a few layers are ca
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, in_other_buckets, price
 from shardgraph.search.layouts import Layout
+from shardgraph.search.machine import with_devices
 from shardgraph.search.mixtures import mixed
 from shardgraph.search.parameter_choices import with_kept, with_vectors_replicated
 from shardgraph.search.source import Source
@@ -73,6 +75,9 @@ are held whole."""
 _TRIES = 12
 """Layouts that are priced exactly before those with the least memory are, if none of them fits."""
 
+_TIMES_THE_DEVICES = (2, 4, 8, 16)
+"""As many devices are tried where nothing fits."""
+
 _OF_SMALL = 48
 """Layouts of a small model that are priced exactly at most, whether one fits or none: estimates know less of it."""
 
@@ -82,12 +87,14 @@ class Found:
     """The answer of a search: exactly priced plans, those that fit first, and of these the fastest.
 
     ``estimated`` is the number of layouts with an estimate or a price. ``remarks`` are what was not searched and why,
-    how far estimates were from exact prices, and what other devices would do.
+    how far estimates were from exact prices, and what other devices would do. If nothing fits, ``larger`` is the best
+    plan for twice as many devices, or for as many times two of them as it takes.
     """
 
     priced: Sequence[Priced]
     estimated: int
     remarks: Sequence[str]
+    larger: Priced | None = None
 
 
 def search(
@@ -130,7 +137,32 @@ def search(
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:
         remarks += [*what_if(estimates, estimated, budget, machine, batches), *finals.alike()]
-    return Found(finals.ranked(), len(finals.layouts.union(layout for layout, _ in estimated)), remarks)
+    count = len(finals.layouts.union(layout for layout, _ in estimated))
+    if finals.fits or finals.cut:
+        return Found(finals.ranked(), count, remarks)
+    show("more devices")
+    return Found(finals.ranked(), count, remarks, _on_more(source, batches, budget, deadline, pipelines, own_batches))
+
+
+def _on_more(
+    source: Source, batches: Batches, budget: int, deadline: float, pipelines: bool, own_batches: bool
+) -> Priced | None:
+    """The best plan for the least power of two times as many devices with which one fits, if any does."""
+    question, ranks = source.question, source.question.plan.world_size
+    for times in _TIMES_THE_DEVICES:
+        if (machine := with_devices(question.machine, times * ranks)).world_size < times * ranks:
+            break  # there is no network between nodes
+        plan = replace(question.plan, mesh=(("dp", times * ranks),))
+        larger = replace(source, question=replace(question, plan=plan, cluster=machine))
+        estimates = Estimates(larger, budget, pipelines, own_batches)
+        finals = Finals(larger, estimates, budget, deadline)
+        for estimated in (estimates.all, estimates.offloaded):
+            fitting = (pair[0] for pair in estimated(times * ranks, machine, batches) if pair[1].memory <= budget)
+            for layout in itertools.islice(fitting, _FINALISTS):
+                finals.price_all([layout])
+                if finals.fits:
+                    return finals.ranked()[0]
+    return None
 
 
 class Finals:

@@ -27,8 +27,8 @@ FEW = 40
 
 @dataclass(frozen=True)
 class Priced:
-    """A plan and its prediction. ``samples`` are those of a step over all ranks, ``live`` the bytes at the peak of a
-    program without a pipeline, by kind."""
+    """A plan and its prediction. ``samples`` are those of a step over all ranks, ``live`` the bytes at the peak by
+    kind."""
 
     plan: Plan
     memory: int
@@ -89,11 +89,12 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
     if isinstance(analysis, Analysis):
         parts["compute"] += seconds_of_additions(analysis, accumulated)
+        live = held_at_peak(analysis, accumulated)
+    else:
+        live = analysis.at_peak(analysis.fullest)
     seconds = sum(parts[kind] for kind in ("compute", "optimizer", "exposed", "bubble"))
     microbatches = plan.pipeline.parts if plan.pipeline else accumulated
-    live = held_at_peak(analysis, accumulated) if isinstance(analysis, Analysis) else {}
-    memory = sum(live.values()) if live else analysis.peak_memory
-    return Priced(plan, memory, seconds, parts, accumulated * analysis.samples, microbatches, live)
+    return Priced(plan, sum(live.values()), seconds, parts, accumulated * analysis.samples, microbatches, live)
 
 
 def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:

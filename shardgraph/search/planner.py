@@ -14,7 +14,7 @@ from shardgraph.plans.presets import DIVIDING, PRESETS, preset, refuse_pipeline
 from shardgraph.search.auto import Found, search
 from shardgraph.search.batches import Batches
 from shardgraph.search.exact import Priced, cheapest, in_other_buckets
-from shardgraph.search.fitting import advice
+from shardgraph.search.fitting import advice, described
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes, format_seconds
 
@@ -89,9 +89,9 @@ def _chosen(source: Source, found: Found, budget: int) -> Plan:
     best = found.priced[0]
     if best.memory > budget:
         raise PlanError(
-            f"no plan fits {format_bytes(budget)} per rank: the smallest is {best.plan.name!r} on "
-            f"{dict(best.plan.whole_mesh)} with {format_bytes(best.memory)}, {format_bytes(best.memory - budget)} too "
-            f"much. Use more ranks, a smaller batch, or give it more memory{advice(source, best, budget)}"
+            f"no plan fits {format_bytes(budget)} per rank: the smallest is {described(best.plan)} and takes "
+            f"{format_bytes(best.memory)}, {format_bytes(best.memory - budget)} too much. Use more ranks, a smaller "
+            f"batch, or give it more memory{advice(source, best, budget, found.larger)}"
         )
     cluster = source.question.machine
     fitting = sum(each.memory <= budget for each in found.priced)
