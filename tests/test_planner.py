@@ -13,6 +13,8 @@ import shardgraph
 from shardgraph import Plan, PlanError
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
+from shardgraph.plans.candidate import Candidate
+from shardgraph.plans.explanation import reasons
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimate import estimate
 from shardgraph.search.layer_costs import LayerCosts, Part
@@ -224,6 +226,24 @@ def test_alternatives_are_plans_that_run():
         analysis = shardgraph.analyze(model, args, plan, example_kwargs=kwargs, cluster=cluster)
         expected = next(each for each in chosen().considered if each.plan == plan)
         assert analysis.peak_memory == expected.memory and analysis.time.total == pytest.approx(expected.seconds)
+
+
+def test_what_bounds_a_plan_is_named_with_the_axis_and_its_link():
+    plan = chosen(nodes=2)
+    for each in plan.considered:
+        assert sum(seconds for _, seconds in each.over) == pytest.approx(each.exposed)
+        assert all(
+            name.startswith("over ") and name.endswith(("between nodes", "inside a node")) for name, _ in each.over
+        )
+    best = max(plan.considered, key=lambda each: each.exposed / each.seconds)
+    assert best.over and best.over[0][0] in reasons(best.name, [best], [])
+
+
+def test_recomputation_is_told_apart_from_computation():
+    best = Candidate("fsdp", (("dp", 2),), 1, 10.0, True, 2, 2, compute=10.0)
+    other = replace(best, seconds=13.0, compute=13.0, again=3.0, recompute="full")
+    assert "30.0% slower: recomputes more" in reasons("fsdp", [best, other], [])
+    assert "its step is 77% computation, 23% recomputation" in reasons("fsdp", [other], [])
 
 
 def test_a_given_plan_says_that_it_was_not_chosen():

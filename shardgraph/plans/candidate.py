@@ -17,8 +17,10 @@ class Candidate:
     all data ranks and their microbatches, with ``samples`` samples together. Of the seconds, ``compute`` are those of
     the busiest rank's computation, ``exposed`` those of communication that it does not hide, ``bubble`` those in which
     a rank of a pipeline is idle; of the computation, in ``calls`` the device waits for Python to call its operations,
-    if there is no pipeline and it is known what that takes. ``recompute`` is what backward recomputes. ``plan`` is the
-    candidate as a :class:`shardgraph.Plan`, for the best of them.
+    if there is no pipeline and it is known what that takes, and in ``again`` backward recomputes. ``over`` are the
+    exposed seconds by what they are spent on: a mesh axis and where its ranks are, or a direction of copies.
+    ``recompute`` is what backward recomputes. ``plan`` is the candidate as a :class:`shardgraph.Plan`, for the best of
+    them.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Candidate:
     exposed: float = 0.0
     bubble: float = 0.0
     calls: float = 0.0
+    again: float = 0.0
+    over: tuple[tuple[str, float], ...] = ()
     recompute: str = "none"
     plan: Any = field(default=None, repr=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardgraph.plans.candidate import Candidate
@@ -51,13 +51,18 @@ def _table(considered: Sequence[Candidate]) -> Iterator[str]:
 
 def _bound(best: Candidate) -> str:
     """What takes the time of a step."""
-    parts = {"computation": best.compute - best.calls, "waiting for Python to call operations": best.calls}
-    parts |= {"communication that it does not hide": best.exposed, "waiting for other stages": best.bubble}
+    parts = {"computation": best.compute - best.calls - best.again, "recomputation": best.again}
+    parts |= {"waiting for Python to call operations": best.calls}
+    over = ", ".join(_shares(dict(best.over), best.seconds) if len(best.over) > 1 else [what for what, _ in best.over])
+    parts |= {"communication that it does not hide" + (f" ({over})" if over else ""): best.exposed}
+    parts |= {"waiting for other stages": best.bubble}
     parts |= {"the optimizer": max(0.0, best.seconds - sum(parts.values()))}
-    shares = [
-        f"{seconds / best.seconds:.0%} {kind}" for kind, seconds in parts.items() if seconds > 0.005 * best.seconds
-    ]
-    return f"its step is {', '.join(shares)}" if best.seconds else "its step takes no time"
+    return f"its step is {', '.join(_shares(parts, best.seconds))}" if best.seconds else "its step takes no time"
+
+
+def _shares(parts: Mapping[str, float], whole: float) -> list[str]:
+    """What takes more than half a hundredth of the whole, with its share."""
+    return [f"{seconds / whole:.0%} {kind}" for kind, seconds in parts.items() if seconds > 0.005 * whole]
 
 
 def _cells(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
@@ -95,7 +100,8 @@ def _verdict(candidate: Candidate, best: Candidate) -> str:
 
     def shares(of: Candidate) -> dict[str, float]:
         per = of.per_sample / of.seconds if of.seconds else 0.0
-        named = {"computes more": of.compute - of.calls, "waits more for Python": of.calls}
+        named = {"computes more": of.compute - of.calls - of.again, "recomputes more": of.again}
+        named |= {"waits more for Python": of.calls}
         named |= {"communicates more": of.exposed, "waits for stages": of.bubble}
         rest = {"updates more": of.seconds - sum(named.values())}
         return {kind: seconds * per for kind, seconds in (named | rest).items()}

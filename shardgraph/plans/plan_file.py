@@ -69,6 +69,8 @@ def _data(plan: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     values = _written(candidate, ("name", "mesh", "memory", "seconds", "fits")) | {"mesh": dict(candidate.mesh)}
+    if candidate.over:
+        values["over"] = dict(candidate.over)
     if candidate.plan is not None:
         data, last = _data({field.name: getattr(candidate.plan, field.name) for field in fields(candidate.plan)})
         values["plan"] = data | last
@@ -264,6 +266,8 @@ _CANDIDATE = {
     "exposed": _SECONDS,
     "bubble": _SECONDS,
     "calls": _SECONDS,
+    "again": _SECONDS,
+    "over": _Field(dict, "a mapping of what is exposed to seconds", _pairs),
     "recompute": _TEXT,
     "plan": _Field(dict, "a whole plan", _nested),
 }

@@ -18,6 +18,7 @@ from shardgraph.report.transfers import transfers_of
 COMPUTATION, RECOMPUTATION, IDLE, UPDATE = "computation", "recomputation", "waiting for stages", "update"
 ADDITION = "gradients added up"
 ONCE = "exposed, once a step"
+_OVER = "exposed over "
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,10 @@ def parts_of(analysis: Analysis | PipelineAnalysis) -> Parts:
     """The parts of an analysis' costs; it is of one of the plan's calls, with the update after them."""
     calls, time = analysis.plan.calls, analysis.time
     if isinstance(analysis, Analysis):
-        again = sum(row.seconds for row in analysis.rows if row.again and not row.stream)
         exposed, memory, host = _exposed(analysis), held_at_peak(analysis, calls), dict(analysis.host_peak.host)
     else:
-        assert analysis.plan.pipeline is not None
-        rows = [row for stage in analysis.busiest for row in stage.rows]
-        again = analysis.plan.pipeline.parts * sum(row.seconds for row in rows if row.again and not row.stream)
         exposed, memory, host = _exposed_in_stages(analysis), analysis.at_peak(analysis.fullest), {}
-    again = min(again, time.compute)
+    again = recomputed(analysis)
     each = {COMPUTATION: time.compute - again, RECOMPUTATION: again, **exposed, IDLE: time.bubble}
     seconds = {kind: calls * value for kind, value in each.items() if value}
     if calls > 1 and isinstance(analysis, Analysis):
@@ -87,6 +84,31 @@ def held_at_peak(analysis: Analysis, calls: int) -> dict[str, int]:
         return {**row.memory, "gradients": row.memory.get("gradients", 0) + kept}
 
     return max(map(held, analysis.rows), key=lambda memory: sum(memory.values()))
+
+
+def exposed_over(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
+    """The exposed seconds of a call by what they are spent on: an axis and where its ranks are, or copies."""
+    exposed = _exposed(analysis) if isinstance(analysis, Analysis) else _exposed_in_stages(analysis)
+    cluster, mesh = analysis.cluster, analysis.plan.whole_mesh
+
+    def where(kind: str) -> str:
+        axis = kind.removeprefix(_OVER)
+        if axis == kind or axis not in dict(mesh):
+            return kind
+        return f"over {axis} {'inside a node' if cluster.group_of(mesh, axis).nodes == 1 else 'between nodes'}"
+
+    return {where(kind): seconds for kind, seconds in exposed.items()}
+
+
+def recomputed(analysis: Analysis | PipelineAnalysis) -> float:
+    """The seconds of a call in which backward computes again."""
+    if isinstance(analysis, Analysis):
+        rows, times = analysis.rows, 1
+    else:
+        assert analysis.plan.pipeline is not None
+        rows = tuple(row for stage in analysis.busiest for row in stage.rows)
+        times = analysis.plan.pipeline.parts
+    return min(times * sum(row.seconds for row in rows if row.again and not row.stream), analysis.time.compute)
 
 
 def _exposed(analysis: Analysis) -> dict[str, float]:
@@ -127,4 +149,4 @@ def _together(waits: Mapping[str, float], exposed: float) -> dict[str, float]:
 
 
 def _kind(stream: str) -> str:
-    return f"copies {stream}" if stream in COPIES else f"exposed over {stream}"
+    return f"copies {stream}" if stream in COPIES else f"{_OVER}{stream}"

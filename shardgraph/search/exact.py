@@ -12,7 +12,7 @@ from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import shallow
-from shardgraph.report.parts import held_at_peak, seconds_of_additions
+from shardgraph.report.parts import exposed_over, held_at_peak, recomputed, seconds_of_additions
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes, largest_bucket
@@ -28,7 +28,7 @@ FEW = 40
 @dataclass(frozen=True)
 class Priced:
     """A plan and its prediction. ``samples`` are those of a step over all ranks, ``live`` the bytes at the peak by
-    kind."""
+    kind, ``over`` the exposed seconds by what they are spent on."""
 
     plan: Plan
     memory: int
@@ -37,6 +37,7 @@ class Priced:
     samples: int
     microbatches: int = 1
     live: Mapping[str, int] = field(default_factory=dict)
+    over: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def per_sample(self) -> float:
@@ -69,6 +70,8 @@ class Priced:
             exposed=parts["exposed"],
             bubble=parts["bubble"],
             calls=parts["calls"],
+            again=parts["again"],
+            over=tuple(self.over.items()),
             recompute=plan.recompute if isinstance(plan.recompute, str) and not some else "some",
             plan=replace(plan, considered=(), note="") if full else None,
         )
@@ -86,6 +89,7 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     plan, analysis = _analysed(source, plan, budget, whole)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
     parts["calls"] = analysis.calls if isinstance(analysis, Analysis) else 0.0
+    parts["again"] = recomputed(analysis)
     parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
     if isinstance(analysis, Analysis):
         parts["compute"] += seconds_of_additions(analysis, accumulated)
@@ -94,7 +98,8 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
         live = analysis.at_peak(analysis.fullest)
     seconds = sum(parts[kind] for kind in ("compute", "optimizer", "exposed", "bubble"))
     microbatches = plan.pipeline.parts if plan.pipeline else accumulated
-    return Priced(plan, sum(live.values()), seconds, parts, accumulated * analysis.samples, microbatches, live)
+    over = {what: accumulated * value for what, value in exposed_over(analysis).items()}
+    return Priced(plan, sum(live.values()), seconds, parts, accumulated * analysis.samples, microbatches, live, over)
 
 
 def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
