@@ -260,10 +260,10 @@ def test_without_a_plan_that_fits_the_error_says_what_takes_least_and_what_would
     assert "batches of 16, two of them accumulated: " in str(error.value)
 
 
-@pytest.mark.slow
-def test_a_search_that_is_cut_says_so():
+def test_a_search_that_is_cut_says_so_and_neither_estimates_nor_prices_more():
     plan = shardgraph.plan(llama(8), example_kwargs=text(), cluster=toy_cluster(1, 4), seconds=1e-9)
     assert "the limit of 1 ns ended the search" in plan.explain()
+    assert "the fastest of 1 layouts, 1 of them priced exactly" in plan.note
 
 
 @pytest.mark.parametrize("option", [{"devices": 0}, {"devices": "8"}, {"global_batch": -1}, {"seconds": "1"}])

@@ -139,11 +139,11 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
     estimated = [(layout, Estimate(1.0, 110, 1.0)) for layout in shards]
     estimated += [(smaller, Estimate(1.2, 50, 1.2)), (slow, Estimate(3.0, 90, 3.0))]
     monkeypatch.setattr(auto, "price", exactly)
-    finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget, float("inf"))
+    finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget)
     finals.bound(estimated)
     assert asked == [smaller]
     asked.clear()
-    finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget, float("inf"))
+    finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget)
     finals.price_all([slow])
     finals.price_best(sorted(estimated, key=per_sample))
     assert asked == [slow, shards[0], smaller]
@@ -227,7 +227,7 @@ def test_stages_begin_with_a_unit_of_layers(name):
     source = source_of(8, Cluster.of("H100", nodes=1), call["model"], call["example_inputs"]).of_few_layers
     assert source.depths is not None
     estimates, stack = Estimates(source, 80 * GIB, pipelines=True), source.depths.stack
-    finals = auto.Finals(source, estimates, 80 * GIB, float("inf"))
+    finals = auto.Finals(source, estimates, 80 * GIB)
     layout = Layout(stages=2, shard=4, microbatches=4)
     plan = finals._plan(layout)
     assert plan.pipeline is not None and sum(plan.pipeline.balance) == stack.layers
@@ -294,7 +294,7 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     monkeypatch.setattr(auto, "cheapest", once)
     found = auto.search(source, batches, budget, pipelines=False).priced[0]
     estimates = Estimates(source, budget, pipelines=False)
-    every = auto.Finals(source, estimates, budget, float("inf"))
+    every = auto.Finals(source, estimates, budget)
     for layout, _ in estimates.all(devices, cluster, batches):
         every._price(layout)
         if layout.tp > 1:
@@ -358,7 +358,7 @@ def test_plans_of_every_kind_of_layout_verify(name):
         args = (torch.randn(4, 16, 32),)
     cluster = toy_cluster(2, 4, memory=16 * GIB)
     source = source_of(layout.ranks, cluster, model, args, kwargs).of_few_layers
-    finals = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=True), 16 * GIB, float("inf"))
+    finals = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=True), 16 * GIB)
     finals.price_all([layout])
     (priced,) = finals.ranked()
     assert shardgraph.verify(model, args, priced.plan, example_kwargs=kwargs).ok
@@ -372,7 +372,7 @@ def test_no_other_number_of_recomputed_layers_is_faster():
         model, x = Deep(8), torch.zeros(8, 32)
     cluster = toy_cluster(1, 2, memory=16 * GIB)
     source = source_of(2, cluster, model, (x,)).of_few_layers
-    every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB, float("inf"))
+    every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB)
     layout = Layout(shard=2, batch=len(x))
     every.price_all([layout, replace(layout, recompute="full")])
     fast, small = sorted(every.ranked(), key=lambda each: each.seconds)

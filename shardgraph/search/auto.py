@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, in_other_buckets, price
 from shardgraph.search.layouts import Layout
+from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.machine import with_devices
 from shardgraph.search.mixtures import mixed
 from shardgraph.search.parameter_choices import with_kept, with_vectors_replicated
@@ -110,19 +110,19 @@ def search(
     """Search all layouts of the question's ranks.
 
     ``budget`` are the bytes that a rank may use. With ``pipelines``, layouts may have stages. If ``own_batches``, ranks
-    share a batch only where nothing else fits. After ``limit`` seconds no more layouts are priced. ``show`` is called
-    with the name of each step as it begins.
+    share a batch only where nothing else fits. After ``limit`` seconds no more layouts are estimated or priced, if one
+    fits. ``show`` is called with the name of each step as it begins.
 
     Raises:
         CaptureError: the model cannot be traced into one graph.
     """
-    deadline = math.inf if limit is None else time.monotonic() + limit
+    within = Limit(limit)
     source = source.of_few_layers
     show("what a layer costs")
     question = source.question
-    estimates = Estimates(source, budget, pipelines, own_batches)
+    estimates = Estimates(source, budget, pipelines, own_batches, within)
     ranks, machine = question.plan.world_size, question.machine
-    finals = Finals(source, estimates, budget, deadline)
+    finals = Finals(source, estimates, budget, within)
     estimated = estimates.all(ranks, machine, batches, finals.bound)
     show("the best layouts")
     finals.price_best(estimated)
@@ -133,19 +133,19 @@ def search(
             finals.remarks["nothing fits without offload: layouts with it, of all layers alike, were searched"] = None
     finals.finish(estimated)
     remarks = [*estimates.remarks, *estimates.left_out, *finals.remarks, *finals.compared(estimated)]
-    if finals.cut:
+    if within.cut:
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:
         remarks += [*what_if(estimates, estimated, budget, machine, batches), *finals.alike()]
     count = len(finals.layouts.union(layout for layout, _ in estimated))
-    if finals.fits or finals.cut:
+    if finals.fits or within.cut:
         return Found(finals.ranked(), count, remarks)
     show("more devices")
-    return Found(finals.ranked(), count, remarks, _on_more(source, batches, budget, deadline, pipelines, own_batches))
+    return Found(finals.ranked(), count, remarks, _on_more(source, batches, budget, pipelines, own_batches, within))
 
 
 def _on_more(
-    source: Source, batches: Batches, budget: int, deadline: float, pipelines: bool, own_batches: bool
+    source: Source, batches: Batches, budget: int, pipelines: bool, own_batches: bool, limit: Limit
 ) -> Priced | None:
     """The best plan for the least power of two times as many devices with which one fits, if any does."""
     question, ranks = source.question, source.question.plan.world_size
@@ -154,8 +154,8 @@ def _on_more(
             break  # there is no network between nodes
         plan = replace(question.plan, mesh=(("dp", times * ranks),))
         larger = replace(source, question=replace(question, plan=plan, cluster=machine))
-        estimates = Estimates(larger, budget, pipelines, own_batches)
-        finals = Finals(larger, estimates, budget, deadline)
+        estimates = Estimates(larger, budget, pipelines, own_batches, limit)
+        finals = Finals(larger, estimates, budget, limit)
         for estimated in (estimates.all, estimates.offloaded):
             fitting = (pair[0] for pair in estimated(times * ranks, machine, batches) if pair[1].memory <= budget)
             for layout in itertools.islice(fitting, _FINALISTS):
@@ -168,26 +168,27 @@ def _on_more(
 class Finals:
     """The exact prices of the layouts with the best estimates."""
 
-    def __init__(self, source: Source, estimates: Estimates, budget: int, deadline: float) -> None:
+    def __init__(self, source: Source, estimates: Estimates, budget: int, limit: Limit = UNLIMITED) -> None:
         self._source, self._estimates, self._budget = source, estimates, budget
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
         small = not self._deep and len(self._question.shapes) <= SMALL
         self._most, self._tries = (_OF_SMALL, _OF_SMALL) if small else (_FINALISTS, _TRIES)
         self._expected = _DOUBT if self._deep else _DOUBT_OF_SMALL if small else _DOUBT_OF_FEW
-        self._deadline = deadline
+        self._limit = limit
         self._priced: dict[Layout, Priced | None] = {}
         self._guesses: dict[Layout, Estimate] = {}
         self._in_buckets: dict[Layout, Priced] = {}
         self._refined: list[Priced] = []
         self.remarks: dict[str, None] = {}
-        self.cut = False
 
     def price_best(self, estimated: Sequence[Estimated]) -> None:
         """Price the layouts with the best estimates."""
         self._guesses |= dict(estimated)
         if not self._deep:
             for layout, _ in estimated:
+                if self.fits and self._limit.over:
+                    break
                 if layout.plain and layout.microbatches == 1 and not layout.offload:
                     self._price(layout)
         fitting = [pair for pair in estimated if self._may_fit(*pair)]
@@ -212,7 +213,7 @@ class Finals:
         not as slow; infinite if none of the first few is priced so. Stages take longer to price than this saves."""
         fitting = (pair for pair in estimated if pair[0].stages == 1 and pair[1].memory <= self._budget)
         for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
-            if self._best is not None or self._late():
+            if self._best is not None or self._limit.over:
                 break
             self._guesses[layout] = guess
             self._price(layout)
@@ -223,7 +224,7 @@ class Finals:
         if self._best is None:  # for the message, what takes least
             for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
                 self._price(layout, whole=True)
-        elif not self.cut:
+        elif not self._limit.cut:
             if self._deep:
                 self._adjust()
             self._hold_whole()
@@ -233,7 +234,7 @@ class Finals:
     def price_all(self, layouts: Iterable[Layout]) -> None:
         """Price these layouts, as far as the time allows."""
         for layout in layouts:
-            if self._late():
+            if self._limit.over:
                 break
             self._price(layout)
 
@@ -302,7 +303,7 @@ class Finals:
 
     def _is_slower(self, layout: Layout, guess: Estimate, best: Priced) -> bool:
         """Whether a layout, and all with larger estimates, take longer than the best; or there is no time left."""
-        return self._late() or self._least(layout, guess) > best.per_sample
+        return self._limit.over or self._least(layout, guess) > best.per_sample
 
     def _is_too_large(self, layout: Layout, guess: Estimate) -> bool:
         """Whether a layout does not fit if its estimate is as far off as those of others like it, which were priced."""
@@ -372,7 +373,7 @@ class Finals:
             guess = self._estimates.again(layout, self._machine)
             assert guess is not None
             other = self._estimates.fitted(layout, self._machine, priced.memory - guess.memory)
-            if other is None or other in self._priced or not other.mixed or self._late():
+            if other is None or other in self._priced or not other.mixed or self._limit.over:
                 return
             if (again := self._estimates.again(other, self._machine)) is not None:
                 self._guesses[other] = again
@@ -391,7 +392,7 @@ class Finals:
         for layout, each in divided[:_ADJUSTED]:
             best, exposed = self._best, each.parts["exposed"] / each.seconds
             assert best is not None
-            if exposed >= least and each.per_sample * (1 - exposed) < best.per_sample and not self._late():
+            if exposed >= least and each.per_sample * (1 - exposed) < best.per_sample and not self._limit.over:
                 self._price(replace(layout, whole_activations=True))
 
     def _refine(self, best: Priced) -> None:
@@ -401,7 +402,7 @@ class Finals:
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
         if not self._deep:
             source = self._source_of(layout)
-            self._refined += in_other_buckets(source, best, self._budget, layout.accumulated, self._late)
+            self._refined += in_other_buckets(source, best, self._budget, layout.accumulated, self._limit)
         elif (merged := self._merged(layout)) is not None and merged.per_sample < best.per_sample / _MATTERS:
             self._merge_others(layout, merged.per_sample)
 
@@ -410,7 +411,7 @@ class Finals:
         matter, prices in the buckets of named plans, which are equally large everywhere, do not tell which is best."""
         others = self._fitting.keys() & self._guesses.keys() - {best}
         for layout in sorted(others, key=self._guessed):
-            if self._guessed(layout) > least * _DOUBT or self._late():
+            if self._guessed(layout) > least * _DOUBT or self._limit.over:
                 break
             if (merged := self._merged(layout)) is not None and merged.memory <= self._budget:
                 least = min(least, merged.per_sample)
@@ -438,7 +439,7 @@ class Finals:
             best = best if whole is None or whole.memory > self._budget else whole
         room = self._budget - best.memory
         for _ in range(_ADJUSTED if not self._deep else 0):  # of layers, it was one of the layouts
-            if (plan := with_kept(best.plan, model, room)) is None or self._late():
+            if (plan := with_kept(best.plan, model, room)) is None or self._limit.over:
                 return
             if (kept := self._refined_price(source, plan, layout)) is None or kept.memory <= self._budget:
                 return
@@ -452,10 +453,6 @@ class Finals:
                 self._refined.append(priced)
                 return priced
         return None
-
-    def _late(self) -> bool:
-        self.cut = self.cut or time.monotonic() > self._deadline
-        return self.cut
 
     @property
     def _best(self) -> Priced | None:

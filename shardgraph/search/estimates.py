@@ -19,6 +19,7 @@ from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
 from shardgraph.search.layouts import Layout, layouts
+from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.source import Source
 from shardgraph.search.ways import OFFLOADS
 
@@ -47,11 +48,14 @@ efficient, and ``tp`` divides more."""
 
 class Estimates:
     """Estimates for the call of ``source``, in which a rank may use ``budget`` bytes; with ``pipelines``, layouts may
-    have stages. If ``own_batches``, ranks share a batch only where nothing else fits. ``remarks`` are what was left
-    out, and why."""
+    have stages. If ``own_batches``, ranks share a batch only where nothing else fits. Once the ``limit`` is over, and
+    something is estimated to fit, nothing else gets an estimate. ``remarks`` are what was left out, and why."""
 
-    def __init__(self, source: Source, budget: int, pipelines: bool, own_batches: bool = False) -> None:
+    def __init__(
+        self, source: Source, budget: int, pipelines: bool, own_batches: bool = False, limit: Limit = UNLIMITED
+    ) -> None:
         self._source, self._question, self._budget, self._pipelines = source, source.question, budget, pipelines
+        self._limit, self._fits = limit, False
         self._own_batches, self._recomputations = own_batches, source.recomputations
         self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
         self._stack = None if source.depths is None else source.depths.stack
@@ -239,7 +243,10 @@ class Estimates:
 
     def _guesses(self, every: Iterable[Layout], machine: Cluster) -> Iterator[Estimated]:
         for layout in every:
+            if self._fits and self._limit.over:
+                return
             if (guess := self.again(layout, machine)) is not None:
+                self._fits |= guess.memory <= self._budget
                 yield layout, guess
 
     def _links(self, layout: Layout, machine: Cluster) -> float:

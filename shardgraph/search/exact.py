@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardgraph.errors import PlanError
@@ -17,6 +17,7 @@ from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes, largest_bucket
 from shardgraph.search.depths import Depths
+from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
 from shardgraph.search.stages import place_stages
@@ -115,14 +116,14 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
 
 
 def in_other_buckets(
-    source: Source, best: Priced, budget: int, accumulated: int = 1, late: Callable[[], bool] = lambda: False
+    source: Source, best: Priced, budget: int, accumulated: int = 1, limit: Limit = UNLIMITED
 ) -> Iterator[Priced]:
     """Prices of a plan in larger buckets and, if none is better, in smaller ones, as long as they become better."""
     total, machine = source.question.parameter_bytes, source.question.machine
     start, fastest = best.plan.bucket or bucket_bytes(best.plan, machine, total), best
     for factor in (2.0, 0.5):
         size = int(start * factor)
-        while 0 < size < 2 * total and size <= largest_bucket(machine) and not late():
+        while 0 < size < 2 * total and size <= largest_bucket(machine) and not limit.over:
             try:
                 other = price(source, replace(best.plan, bucket=size), budget, accumulated)
             except PlanError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from shardgraph.search.auto import Finals
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimates import Estimated, Estimates
 from shardgraph.search.layouts import Layout
+from shardgraph.search.limit import Limit
 from shardgraph.search.machine import with_devices
 from shardgraph.search.source import Source
 from shardgraph.sizes import aligned, format_bytes, format_seconds
@@ -88,10 +88,10 @@ def front(
         CaptureError: the model cannot be traced into one graph.
         PlanError: nothing could be priced; the message says why.
     """
-    deadline = math.inf if limit is None else time.monotonic() + limit
+    within = Limit(limit)
     question, source = source.question, source.of_few_layers
     show("what a layer costs")
-    estimates = Estimates(source, question.budget, pipelines)
+    estimates = Estimates(source, question.budget, pipelines, limit=within)
     found: list[Candidate] = []
     remarks: dict[str, None] = {}
     for ranks in counts:
@@ -100,7 +100,7 @@ def front(
         machine.check_mesh((("dp", ranks),))
         estimated = estimates.all(ranks, machine, batches)
         here = replace(source, question=replace(question, cluster=machine))
-        finals = Finals(here, estimates, question.budget, deadline)
+        finals = Finals(here, estimates, question.budget, within)
         finals.price_best(estimated)
         finals.finish(estimated)
         finals.price_all(_spread(estimated))
@@ -112,7 +112,7 @@ def front(
             f"on {ranks} device{'s' * (ranks > 1)}: {remark}": None for remark in (*estimates.remarks, *finals.remarks)
         }
         estimates.remarks.clear()
-        if finals.cut:
+        if within.cut:
             remarks[f"the limit of {format_seconds(limit or 0.0)} ended the search at {ranks} devices"] = None
             break
     if not found:
