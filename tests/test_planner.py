@@ -125,6 +125,13 @@ def test_a_call_without_its_loss_is_not_cut_into_stages():
     assert not any("pp" in dict(each.mesh) for each in chosen().considered)
 
 
+def test_a_model_without_equal_layers_says_that_stages_were_not_searched():
+    model, loss = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), nn.functional.mse_loss
+    options = {"loss_fn": loss, "cluster": toy_cluster(1, devices_per_node=2)}
+    found = shardgraph.plan(model, (torch.zeros(4, 8),), example_kwargs={"target": torch.zeros(4, 8)}, **options)
+    assert "not searched: stages of a pipeline" in found.explain() and "with stages" not in found.explain()
+
+
 @pytest.mark.slow
 def test_slow_links_between_nodes_bring_stages():
     cluster = toy_cluster(4, devices_per_node=2, memory=16 * GIB)

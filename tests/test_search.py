@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,10 +23,10 @@ from shardgraph.search import analysis, auto
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import program_of
 from shardgraph.search.estimate import Estimate
-from shardgraph.search.estimates import Estimates, per_sample
+from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest
 from shardgraph.search.layer_costs import layer_costs, takes_another, whole_costs
-from shardgraph.search.layouts import Layout
+from shardgraph.search.layouts import Layout, layouts
 from shardgraph.search.machine import resolve_axes
 from shardgraph.search.mixtures import mixed
 from shardgraph.search.question import Question
@@ -242,6 +242,24 @@ def test_layers_that_are_not_treated_alike_are_those_behind_the_first_ones():
     assert [pattern for pattern, _ in kept.parameters] == ["*", "layers.[3-9].*"]
 
 
+def test_more_memory_is_worth_what_a_search_with_it_finds():
+    """Of the layers, fewer are recomputed then, not as many as without it."""
+    cluster = Cluster.of("H100")
+    source = source_of(8, cluster, llama(12).to(torch.bfloat16), kwargs=text(8)).of_few_layers
+    alone, batches = partial(Estimates, source, pipelines=False, own_batches=True), Batches(source.call.batch)
+
+    def best(estimated: Sequence[Estimated], budget: float) -> float:
+        return min(per_sample(pair) for pair in estimated if pair[1].memory <= budget)
+
+    each = Layout(shard=8, batch=8)
+    full, none = (alone(0).again(replace(each, recompute=kind), cluster).memory for kind in ("full", "none"))
+    budget, more = full + 0.4 * (none - full), full + 0.7 * (none - full)
+    estimates = alone(budget)
+    known = estimates.all(8, cluster, batches)
+    then = best(estimates.within(more, known, cluster), more)
+    assert then == best(alone(more).all(8, cluster, batches), more) < best(known, more)
+
+
 # -- every layout ------------------------------------------------------------------------------------------------------
 
 
@@ -293,12 +311,12 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
 
     monkeypatch.setattr(auto, "cheapest", once)
     found = auto.search(source, batches, budget, pipelines=False).priced[0]
-    estimates = Estimates(source, budget, pipelines=False)
-    every = auto.Finals(source, estimates, budget)
-    for layout, _ in estimates.all(devices, cluster, batches):
-        every._price(layout)
-        if layout.tp > 1:
-            every._price(replace(layout, whole_activations=True))
+    every = auto.Finals(source, Estimates(source, budget, pipelines=False), budget)
+    for base in layouts(devices, cluster, 0, pipelines=False):
+        for layout in batches.of(replace(base, recompute="budget")):
+            every._price(layout)
+            if layout.tp > 1:
+                every._price(replace(layout, whole_activations=True))
     every.finish([])
     assert found.rank(budget)[0] == every.ranked()[0].rank(budget)[0], "whether any fits"
     if found.memory <= budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from bisect import bisect_left
@@ -103,7 +104,12 @@ class Estimates:
     @property
     def left_out(self) -> Iterator[str]:
         """What no layout has, though a plan may, and why."""
-        if self._pipelines:
+        if self._pipelines and self._units < 2:
+            yield (
+                "not searched: stages of a pipeline, since estimates of them are of equal layers, and the model has no "
+                "long stack of such: plan 'pp', or 'pp+' and another, finds where stages begin in any model"
+            )
+        elif self._pipelines:
             yield (
                 "not searched with stages: chunks of the loss, layers of which some are recomputed or kept gathered, "
                 "axes over several nodes, and operators divided with whole activations between them, since pipelines "
@@ -148,6 +154,14 @@ class Estimates:
                 costs = costs.with_some_as(whole, layout.full)
             guesses.append(estimate(known, costs, machine, self._question.optimizer))
         return replace(guesses[0], memory=min(guess.memory for guess in guesses))
+
+    def within(self, budget: int, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """The same layouts if a rank may use ``budget`` bytes: of their layers as few are recomputed, or as many kept
+        gathered, as then fit."""
+        other = copy.copy(self)
+        other._budget = budget
+        alike = [pair for pair in estimated if not pair[0].mixed]
+        return [*alike, *other._mixtures(alike, machine)]
 
     def fitted(self, layout: Layout, machine: Cluster, more: float = 0.0) -> Layout | None:
         """The layout of layers that are not treated alike with as few of them recomputed, or as many kept gathered, as

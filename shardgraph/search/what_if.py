@@ -21,7 +21,8 @@ def what_if(
     """Sentences about the best estimate under each change, compared with the best of ``estimated``, as things are."""
     if (best := _best(estimated, budget)) is None:
         return
-    yield f"with 1 GiB more in each device: {_compared(_best(estimated, budget + _GIB), best)}"
+    with_more = estimates.within(budget + _GIB, estimated, cluster)
+    yield f"with 1 GiB more in each device: {_compared(_best(with_more, budget + _GIB), best)}"
     faster = {"links inside a node": replace(cluster, intra=_twice(cluster.intra))}
     if cluster.nodes > 1 and cluster.inter is not None:
         faster["a network between nodes"] = replace(cluster, inter=_twice(cluster.inter))
