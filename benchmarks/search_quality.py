@@ -14,6 +14,10 @@ compared with plans along data axes alone.
 Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
 those of these rounds alone, with their 95% bootstrap intervals.
+
+With ``--peaks`` nothing is timed: the peaks of live tensors in a step of the automatic plans on the fullest rank, counted
+operation by operation, are beside what was predicted and the job's limit. Predictions also have what kernels and gloo
+take for themselves, which are no tensors.
 """
 
 from __future__ import annotations
@@ -39,9 +43,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
 from benchmarks.ratios import ratio
-from shardgraph.api.timed_steps import TimedSteps
+from shardgraph.api.timed_steps import TimedSteps, largest
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.machine import machine_for
+from shardgraph.sizes import format_bytes
 
 SECONDS = 1.0  # of steps, in a round of a plan
 
@@ -195,6 +201,32 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
     return Outcome(times, {plan: modules[plan].plan.name for plan in rivals}, beside)
 
 
+def peaks_on_rank(name: str, wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[str, int]]:
+    """The automatic plans' names and peaks in bytes, of the fullest rank."""
+    torch.set_num_threads(1)
+    call = JOBS[name].call()
+    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    found = {}
+    for plan, module in compiled(JOBS[name], call, wanted).items():
+        steps = TimedSteps(module, call)
+        states = [value for state in steps.optimizer.state.values() for value in state.values()]
+        with PeakMemory().track([*module.parameters(), *module.buffers(), *states, *inputs]) as memory:
+            steps.step()
+        found[plan] = module.plan.name, int(largest(memory.peak_bytes))
+    return found
+
+
+def report_peaks(job: str, wanted: dict[str, dict[str, Any]], ranks: int) -> None:
+    """Measured peaks of the automatic plans beside the predicted ones and the limit."""
+    automatic = {plan: asked for plan, asked in wanted.items() if plan in AUTOMATIC}
+    (found, *_) = shardgraph.launch(peaks_on_rank, ranks, args=(job, automatic), timeout=900)
+    predicted = wanted["auto"]["plan"].considered[0].memory
+    for plan, (name, peak) in found.items():
+        expected = f", predicted {format_bytes(predicted)}" if plan == "auto" else ""
+        limit = f", limit {JOBS[job].memory}" if JOBS[job].memory else ""
+        print(f"{job:<26}{plan:<6}is {name:<12}peak {format_bytes(peak)}{expected}{limit}", flush=True)
+
+
 def compiled(
     job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], wanted: dict[str, dict[str, Any]]
 ) -> dict[str, shardgraph.ShardedModule]:
@@ -261,10 +293,14 @@ def main() -> None:
     parser.add_argument("--finals", type=int, default=9, help="rounds of the automatic plans and the best by name")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS), help="default: all")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
+    parser.add_argument("--peaks", action="store_true", help="measure memory instead of time")
     options = parser.parse_args()
     print(f"{options.ranks} gloo ranks of one thread; milliseconds for the batch of a data rank")
     for job in options.jobs:
         wanted = plans_of(JOBS[job], options.ranks, options.tune)
+        if options.peaks:
+            report_peaks(job, wanted, options.ranks)
+            continue
         given = (job, wanted, options.rounds, options.finals)
         (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
         for plan, (rival, (middle, low, high)) in found.beside.items():

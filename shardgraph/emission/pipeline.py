@@ -218,6 +218,7 @@ class Pipelined:
             .replace("{made}", _MADE if "W" in kinds else "")
             .replace("{forward_of}", _OF_LAST.format("forward") if apart else "stage.forward")
             .replace("{backward_of}", _OF_LAST.format("backward") if apart else "stage.backward")
+            .replace("{fused}", emission.fused)
             .replace("{axis}", quoted(pipeline.axis))
             .replace("{last}", str(pipeline.rank_of(pipeline.count - 1)))
             .replace("{count}", str(pipeline.count))
@@ -387,5 +388,5 @@ def main(steps: int = 5) -> list[float]:
             GROUPS[shared_group(name)] = group_among({axis}, SHARED[name])
     state = load_state()
     trained = [name for name in PARAMETERS if name in state and name not in FROZEN]
-    optimizer = torch.optim.AdamW([state[name] for name in trained], lr=1e-3)
+    optimizer = torch.optim.AdamW([state[name] for name in trained], lr=1e-3{fused})
 '''

@@ -114,7 +114,7 @@ class Emission:
                     f" * {self.scale(copied, 'counted(state, inputs)' if counted else f'{float(program.joint.rows)}')}"
                 )
             step = step_of_loss(seeded, grad_loss)
-        main, start = (MAIN + loop(program, copied, seeded != UNSEEDED)).split(START)
+        main, start = (MAIN.replace("{fused}", self.fused) + loop(program, copied, seeded != UNSEEDED)).split(START)
         begin, class_, end = self.tables(copied)
         code = "\n\n\n".join(
             [
@@ -260,6 +260,11 @@ class Emission:
     @property
     def _hosted(self) -> list[str]:
         return [fqn for fqn, entry in self.program.parameters.items() if entry.offload]
+
+    @property
+    def fused(self) -> str:
+        """The optimizer's option for parameters in host memory: the kernels that update those of a compiled module."""
+        return ", fused=True" if self._hosted and self.program.trained <= {*self._hosted} else ""
 
     def _frozen(self) -> list[str]:
         return [fqn for fqn in self.program.parameters if fqn not in self.program.trained]

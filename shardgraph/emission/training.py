@@ -248,7 +248,7 @@ def batch(step: int) -> list[Tensor]:
 MAIN = '''def main(steps: int = 5) -> list[float]:
     """Train; returns this rank's losses."""
     state = load_state()
-    optimizer = torch.optim.AdamW([state[name] for name in PARAMETERS if name not in FROZEN], lr=1e-3)
+    optimizer = torch.optim.AdamW([state[name] for name in PARAMETERS if name not in FROZEN], lr=1e-3{fused})
 '''
 TRAINING_LOOP = """    torch.manual_seed(0)
     losses = []
