@@ -48,6 +48,18 @@ def test_results_of_chunks_that_are_joined_are_those_of_the_whole(bounds):
     assert same(small, joined, _soft(small, x, weight))
 
 
+def test_differences_of_pieces_are_those_of_the_whole_whichever_piece_is_made_first():
+    small = Small(1)
+    x, y = small.input(random(ROWS, WIDTH)), small.input(random(ROWS, WIDTH) + 1)
+
+    def difference(one: fx.Node, other: fx.Node) -> fx.Node:
+        return small.call(aten.sub.Tensor, one, small.call(aten.mul.Tensor, other, 0.35))
+
+    others = pieces(small, y, BOUNDS)
+    joined = small.call(aten.cat.default, list(map(difference, pieces(small, x, BOUNDS), others)))
+    assert same(small, joined, difference(x, y))
+
+
 @pytest.mark.parametrize(
     "bounds",
     [

@@ -28,7 +28,7 @@ from shardgraph.proof.labels import (
 from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
-from shardgraph.proof.terms import Dims, Terms, View, joined, regrouped, repeated, rounded, whole
+from shardgraph.proof.terms import Dims, Terms, View, joined, regrouped, repeated, whole
 
 
 class Typing(Protocol):
@@ -198,7 +198,7 @@ def collected(terms: Terms, summands: Sequence[View]) -> list[View]:
     for view in summands:
         key = view.term.number, view.dims
         before = equal[key].factor if key in equal else 0.0
-        equal[key] = replace(view, factor=rounded(before + view.factor))
+        equal[key] = replace(view, factor=before + view.factor)  # rounded where it is compared, and only there
     left = [view for view in equal.values() if view.factor] or list(equal.values())[:1]
     for collect in COLLECTING:
         left = collect(terms, left)

@@ -361,6 +361,18 @@ def a_sum_of_sums_is_one(terms: Terms, made: Whole) -> View | None:
     return sum_of(terms, collected(terms, flat), made.sizes)
 
 
+@lemma
+def a_sum_has_no_order(terms: Terms, made: Whole) -> View | None:
+    """Of what pieces are of, the order may be another than that of the pieces."""
+    if made.operation != "sum":
+        return None
+    order = [(view.term.number, str(view.dims)) for view in made.operands]
+    if order == sorted(order):
+        return None
+    summands = [replace(v, factor=v.factor * f) for v, f in zip(made.operands, made.constants, strict=True)]
+    return sum_of(terms, collected(terms, summands), made.sizes)
+
+
 @collecting
 def parts_of_a_sum(terms: Terms, summands: list[View]) -> list[View]:
     """Those that follow on each other as one; each counts once."""
