@@ -15,7 +15,7 @@ Plans that lead to the same program are timed once: their ratio is 1. The fastes
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
 those of these rounds alone, with their 95% bootstrap intervals.
 
-With ``--peaks`` nothing is timed: the peaks of live tensors in a step of the automatic plans on the fullest rank, counted
+With ``--peaks`` nothing is timed: peaks of live tensors in a step of the automatic plans on the fullest rank, counted
 operation by operation, are beside what was predicted and the job's limit. Predictions also have what kernels and gloo
 take for themselves, which are no tensors.
 """
