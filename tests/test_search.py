@@ -15,6 +15,7 @@ from torch import nn
 import shardgraph
 from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import PlanError
 from shardgraph.nn import MoE
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis
@@ -258,6 +259,27 @@ def test_more_memory_is_worth_what_a_search_with_it_finds():
     known = estimates.all(8, cluster, batches)
     then = best(estimates.within(more, known, cluster), more)
     assert then == best(alone(more).all(8, cluster, batches), more) < best(known, more)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", [1.0, 0.6], ids=["", "less memory"])
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer", "gpt2", "llama"])
+def test_every_plan_that_is_found_trains_like_the_model(name, devices, part):
+    """The runners-up, too."""
+    call, cluster = of_zoo(name), toy_cluster(1, devices)
+    found = shardgraph.plan(**call, cluster=cluster)
+    if part < 1:
+        try:
+            found = shardgraph.plan(**call, cluster=cluster, memory=int(part * found.considered[0].memory))
+        except PlanError as error:
+            assert "no plan fits" in str(error)
+            return
+    args, kwargs = call["example_inputs"], call["example_kwargs"]
+    for plan in (found, *found.alternatives):
+        report = shardgraph.verify(call["model"], args, plan, example_kwargs=kwargs, steps=2)
+        assert report.ok, f"{plan}\n{report}"
 
 
 # -- every layout ------------------------------------------------------------------------------------------------------
