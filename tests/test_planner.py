@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +15,18 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Plan, PlanError
+from shardgraph.api.plan import searched
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.explanation import reasons
+from shardgraph.search.auto import Found
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimate import estimate
+from shardgraph.search.exact import Priced
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout, layouts
-from shardgraph.search.planner import _presets
+from shardgraph.search.planner import _chosen, _presets
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.standing import on_ranks
@@ -251,6 +258,45 @@ def test_recomputation_is_told_apart_from_computation():
     other = replace(best, seconds=13.0, compute=13.0, again=3.0, recompute="full")
     assert "30.0% slower: recomputes more" in reasons("fsdp", [best, other], [])
     assert "its step is 77% computation, 23% recomputation" in reasons("fsdp", [other], [])
+
+
+def test_the_gap_of_the_program_of_recomputation_is_told():
+    source = searched(
+        nn.Linear(4, 4), (torch.zeros(2, 4),), None, toy_cluster(1, 2), 2, None, "adamw", None, "eager", None
+    )[0]
+    plan = replace(shardgraph.preset("fsdp", {"dp": 2}), recompute="full")
+    parts = dict.fromkeys(("compute", "optimizer", "exposed", "bubble", "calls", "again"), 0.5)
+    first = Priced(plan, 1, 2.0, parts, 4, gap=0.02)
+    found = Found([replace(first, plan=replace(plan, bucket=8), seconds=1.0, gap=0.0), first], 2, ["a remark"])
+    assert _chosen(source, found, GIB).remarks == (
+        "a remark",
+        "of as few saved bytes another recomputation may take 2.00% less, the gap of its program",
+    )
+
+
+@pytest.mark.slow
+def test_the_answer_is_the_same_in_another_process():
+    """Whatever the order of sets of names is there."""
+    program = (
+        "import torch, shardgraph\n"
+        "from tests.machines import toy_cluster\n"
+        "from tests.zoo import make\n"
+        "model, (args, kwargs) = make('tied-transformer', 2)\n"
+        "print(shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(1, 4)).to_yaml())\n"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1] and "considered:" in found[0]
 
 
 def test_a_given_plan_says_that_it_was_not_chosen():

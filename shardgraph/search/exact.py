@@ -29,7 +29,8 @@ FEW = 40
 @dataclass(frozen=True)
 class Priced:
     """A plan and its prediction. ``samples`` are those of a step over all ranks, ``live`` the bytes at the peak by
-    kind, ``over`` the exposed seconds by what they are spent on."""
+    kind, ``over`` the exposed seconds by what they are spent on, ``gap`` the part of what is recomputed by which an
+    optimum for as few saved bytes may be faster."""
 
     plan: Plan
     memory: int
@@ -39,6 +40,7 @@ class Priced:
     microbatches: int = 1
     live: Mapping[str, int] = field(default_factory=dict)
     over: Mapping[str, float] = field(default_factory=dict)
+    gap: float = 0.0
 
     @property
     def per_sample(self) -> float:
@@ -87,7 +89,7 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     Raises:
         PlanError: the plan does not fit the model.
     """
-    plan, analysis = _analysed(source, plan, budget, whole)
+    plan, analysis, gap = _analysed(source, plan, budget, whole)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
     parts["calls"] = analysis.calls if isinstance(analysis, Analysis) else 0.0
     parts["again"] = recomputed(analysis)
@@ -99,8 +101,9 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
         live = analysis.at_peak(analysis.fullest)
     seconds = sum(parts[kind] for kind in ("compute", "optimizer", "exposed", "bubble"))
     microbatches = plan.pipeline.parts if plan.pipeline else accumulated
+    samples, memory = accumulated * analysis.samples, sum(live.values())
     over = {what: accumulated * value for what, value in exposed_over(analysis).items()}
-    return Priced(plan, sum(live.values()), seconds, parts, accumulated * analysis.samples, microbatches, live, over)
+    return Priced(plan, memory, seconds, parts, samples, microbatches, live, over, gap)
 
 
 def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
@@ -112,6 +115,7 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
     if not (size := bucket_bytes(plan, source.question.machine, source.question.parameter_bytes)):
         return alone
     merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)  # with the recomputation found
+    merged = replace(merged, gap=alone.gap)
     return min(alone, merged, key=lambda each: each.rank(budget))
 
 
@@ -136,9 +140,9 @@ def in_other_buckets(
             return
 
 
-def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis]:
+def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis, float]:
     if source.depths is not None and plan.recompute != "budget":
-        return _deep(source, source.depths, plan, whole)
+        return *_deep(source, source.depths, plan, whole), 0.0
     question = source.question
     shapes, machine = question.shapes, question.machine
     joint = source.captures.joint(question.settled(plan).captured, plan)
@@ -148,7 +152,7 @@ def _analysed(source: Source, plan: Plan, budget: int, whole: bool) -> tuple[Pla
     program = recomputations.program(choice)
     analyze = analyze_program if plan.pipeline is None else analyze_pipeline
     priced = analyze(program, machine, optimizer=question.optimizer, fused=source.fused)
-    return recomputations.chosen(choice), priced
+    return recomputations.chosen(choice), priced, choice.gap
 
 
 def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan, Analysis | PipelineAnalysis]:

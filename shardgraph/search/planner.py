@@ -100,8 +100,12 @@ def _chosen(source: Source, found: Found, budget: int) -> Plan:
         f"{fitting} of those within {format_bytes(budget)}; predicted {format_seconds(best.seconds)} a step and "
         f"{format_bytes(best.memory)} on {cluster.name}"
     )
+    remarks = [*found.remarks]
+    # The same recomputation with other buckets was not looked for again.
+    if gap := max(each.gap for each in found.priced if each.plan.recompute == best.plan.recompute):
+        remarks.append(f"of as few saved bytes another recomputation may take {gap:.2%} less, the gap of its program")
     considered = tuple(each.candidate(budget, place <= _ALTERNATIVES) for place, each in enumerate(_distinct(found)))
-    return replace(best.plan, note=note, considered=considered, remarks=tuple(found.remarks))
+    return replace(best.plan, note=note, considered=considered, remarks=tuple(remarks))
 
 
 def _distinct(found: Found) -> list[Priced]:
