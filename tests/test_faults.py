@@ -124,6 +124,7 @@ def test_an_error_of_a_rank_whose_disk_is_full_is_told_by_launch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_losses_are_those_of_an_undisturbed_job_with_a_fault_every_twenty_seconds() -> None:
     found = soak(minutes=2, pause=20)
     assert not found["differ"] and not found["missing"] and sum(found["faults"].values()) >= 3
