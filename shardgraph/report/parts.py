@@ -93,8 +93,8 @@ def exposed_over(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
 
     def where(kind: str) -> str:
         axis = kind.removeprefix(_OVER)
-        if axis == kind or axis not in dict(mesh):
-            return kind
+        if axis not in dict(mesh):
+            return "once a step" if kind == ONCE else kind
         return f"over {axis} {'inside a node' if cluster.group_of(mesh, axis).nodes == 1 else 'between nodes'}"
 
     return {where(kind): seconds for kind, seconds in exposed.items()}
