@@ -132,11 +132,12 @@ def test_losses_are_those_of_an_undisturbed_job_with_a_fault_every_twenty_second
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_faults_drawn_at_random() -> None:
+def test_faults_drawn_at_random(tmp_path: Path) -> None:
     """As many as FAULTS says (20), of which those in the file FAULTS_FILE have been."""
     from tests.faulted import inject
 
-    done = inject(range(int(os.environ.get("FAULTS", "20"))), Path(os.environ.get("FAULTS_FILE", "faults.jsonl")))
+    file = Path(os.environ.get("FAULTS_FILE", tmp_path / "faults.jsonl"))
+    done = inject(range(int(os.environ.get("FAULTS", "20"))), file)
     assert not [record for record in done if record["problem"]]
 
 
