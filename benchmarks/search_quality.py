@@ -44,7 +44,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import shardgraph
 from benchmarks.ratios import ratio
 from shardgraph.api.timed_steps import TimedSteps, largest
-from shardgraph.cost_models.cluster import Cluster
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.machine import machine_for
 from shardgraph.sizes import format_bytes
@@ -218,8 +217,7 @@ def peaks_on_rank(name: str, wanted: dict[str, dict[str, Any]]) -> dict[str, tup
 
 def report_peaks(job: str, wanted: dict[str, dict[str, Any]], ranks: int) -> None:
     """Measured peaks of the automatic plans beside the predicted ones and the limit."""
-    automatic = {plan: asked for plan, asked in wanted.items() if plan in AUTOMATIC}
-    (found, *_) = shardgraph.launch(peaks_on_rank, ranks, args=(job, automatic), timeout=900)
+    (found, *_) = shardgraph.launch(peaks_on_rank, ranks, args=(job, wanted), timeout=900)
     predicted = wanted["auto"]["plan"].considered[0].memory
     for plan, (name, peak) in found.items():
         expected = f", predicted {format_bytes(predicted)}" if plan == "auto" else ""
@@ -242,21 +240,17 @@ def compiled(
     return modules
 
 
-def plans_of(job: Job, ranks: int, tune: float | None) -> dict[str, dict[str, Any]]:
-    """What ``compile`` is asked for, by plan: the automatic ones first."""
+def automatic_plans(job: Job, ranks: int, tune: float | None) -> dict[str, dict[str, Any]]:
+    """What ``compile`` is asked for, by plan."""
     torch.manual_seed(0)
     model, (args, _), here = job.model(), job.call(), machine_for(None, ranks)
     automatic = shardgraph.plan(model, args, devices=ranks, cluster=here, progress=False, **job.options)
-    wanted: dict[str, dict[str, Any]] = {"auto": {"plan": automatic}}
-    if tune:
-        wanted["tuned"] = {"plan": "auto", "tune": tune}
-    return wanted | promising(model, args, job, ranks, here)
+    return {"auto": {"plan": automatic}, **({"tuned": {"plan": "auto", "tune": tune}} if tune else {})}
 
 
-def promising(
-    model: nn.Module, args: tuple[Any, ...], job: Job, ranks: int, here: Cluster
-) -> dict[str, dict[str, Any]]:
+def promising(job: Job, ranks: int) -> dict[str, dict[str, Any]]:
     """The plans by hand that are possible, fit, and are not far from the best of them, by prediction."""
+    model, (args, _), here = job.model(), job.call(), machine_for(None, ranks)
     found: dict[str, dict[str, Any]] = {}
     predicted: dict[str, float] = {}
     for variants in by_hand(ranks).values():
@@ -295,12 +289,13 @@ def main() -> None:
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     parser.add_argument("--peaks", action="store_true", help="measure memory instead of time")
     options = parser.parse_args()
-    print(f"{options.ranks} gloo ranks of one thread; milliseconds for the batch of a data rank")
+    print(f"{options.ranks} gloo ranks of one thread" + ("" if options.peaks else "; ms for the batch of a data rank"))
     for job in options.jobs:
-        wanted = plans_of(JOBS[job], options.ranks, options.tune)
+        wanted = automatic_plans(JOBS[job], options.ranks, options.tune)
         if options.peaks:
             report_peaks(job, wanted, options.ranks)
             continue
+        wanted |= promising(JOBS[job], options.ranks)
         given = (job, wanted, options.rounds, options.finals)
         (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
         for plan, (rival, (middle, low, high)) in found.beside.items():

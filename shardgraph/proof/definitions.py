@@ -202,7 +202,7 @@ def collected(terms: Terms, summands: Sequence[View]) -> list[View]:
     left = [view for view in equal.values() if view.factor] or list(equal.values())[:1]
     for collect in COLLECTING:
         left = collect(terms, left)
-    return sorted(left, key=lambda view: (view.term.number, str(view.dims)))
+    return sorted(left, key=lambda view: view.order)
 
 
 def sum_of(terms: Terms, summands: Sequence[View], sizes: Sequence[int]) -> View:

@@ -340,37 +340,25 @@ def a_product_has_no_order(terms: Terms, made: Whole) -> View | None:
     """The factors by their number, as :func:`shardgraph.proof.rules.pointwise` puts them."""
     if made.operation is not aten.mul.Tensor or len(made.operands) != 2:
         return None
-    one, other = ((view.term.number, str(view.dims)) for view in made.operands)
-    if one <= other:
+    one, other = made.operands
+    if one.order <= other.order:
         return None
     turned = replace(made.rule, operands=made.rule.operands[::-1])
     return result(terms, replace(made, operands=made.operands[::-1], rule=turned))
 
 
 @lemma
-def a_sum_of_sums_is_one(terms: Terms, made: Whole) -> View | None:
-    """Sums of the same values in any order are one term."""
+def a_sum_has_no_order(terms: Terms, made: Whole) -> View | None:
+    """Sums of the same values, and of sums of them, are one term in any order: that of pieces may be another one than
+    that of what they are pieces of."""
     if made.operation != "sum":
         return None
-    summands = [replace(v, factor=v.factor * f) for v, f in zip(made.operands, made.constants, strict=True)]
-    if not any(view.term.operation == ("sum", 0) for view in summands):
-        return None
-    flat = [each for view in summands for each in addends(Held(view.term, view.factor, view.dims), made.sizes)]
-    if len(flat) == len(summands):
+    flat = summands = [replace(v, factor=v.factor * f) for v, f in zip(made.operands, made.constants, strict=True)]
+    if any(view.term.operation == ("sum", 0) for view in summands):
+        flat = [each for view in summands for each in addends(Held(view.term, view.factor, view.dims), made.sizes)]
+    if len(flat) == len(summands) and made.operands == sorted(made.operands, key=lambda view: view.order):
         return None
     return sum_of(terms, collected(terms, flat), made.sizes)
-
-
-@lemma
-def a_sum_has_no_order(terms: Terms, made: Whole) -> View | None:
-    """Of what pieces are of, the order may be another than that of the pieces."""
-    if made.operation != "sum":
-        return None
-    order = [(view.term.number, str(view.dims)) for view in made.operands]
-    if order == sorted(order):
-        return None
-    summands = [replace(v, factor=v.factor * f) for v, f in zip(made.operands, made.constants, strict=True)]
-    return sum_of(terms, collected(terms, summands), made.sizes)
 
 
 @collecting

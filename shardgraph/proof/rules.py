@@ -59,7 +59,7 @@ def pointwise(terms: Terms, target: Any, args: Sequence[Any], kwargs: Mapping[st
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Held)]
     constants = [None if isinstance(each, Held) else each for each in args]
     if target is aten.mul.Tensor:
-        tensors.sort(key=lambda each: (each.term.number, str(each.view.dims)))
+        tensors.sort(key=lambda each: each.view.order)
     together = [each for each in _LINEAR_IN_ONE.get(target, ()) if max(each) < len(tensors)]
     return elementwise(terms, target, tensors, [constants, dict(kwargs)], together)
 

@@ -65,6 +65,11 @@ class View:
     dims: Dims
 
     @property
+    def order(self) -> tuple[int, str]:
+        """Sorts operands of which the order does not matter."""
+        return self.term.number, str(self.dims)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the dimensions."""
         return tuple(math.prod(atom.size for atom in dim) for dim in self.dims)

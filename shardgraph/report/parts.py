@@ -53,10 +53,8 @@ class Parts:
 def parts_of(analysis: Analysis | PipelineAnalysis) -> Parts:
     """The parts of an analysis' costs; it is of one of the plan's calls, with the update after them."""
     calls, time = analysis.plan.calls, analysis.time
-    if isinstance(analysis, Analysis):
-        exposed, memory, host = _exposed(analysis), held_at_peak(analysis, calls), dict(analysis.host_peak.host)
-    else:
-        exposed, memory, host = _exposed_in_stages(analysis), analysis.at_peak(analysis.fullest), {}
+    exposed, memory = _exposed(analysis), held_at_peak(analysis, calls)
+    host = dict(analysis.host_peak.host) if isinstance(analysis, Analysis) else {}
     again = recomputed(analysis)
     each = {COMPUTATION: time.compute - again, RECOMPUTATION: again, **exposed, IDLE: time.bubble}
     seconds = {kind: calls * value for kind, value in each.items() if value}
@@ -72,8 +70,10 @@ def seconds_of_additions(analysis: Analysis, calls: int) -> float:
     return seconds_of_calls(analysis.cluster.device, calls, on_device, on_host)
 
 
-def held_at_peak(analysis: Analysis, calls: int) -> dict[str, int]:
+def held_at_peak(analysis: Analysis | PipelineAnalysis, calls: int) -> dict[str, int]:
     """The bytes at the peak of a step by kind; all but the first of its ``calls`` begin with gradients to add to."""
+    if not isinstance(analysis, Analysis):
+        return analysis.at_peak(analysis.fullest)
     kept = analysis.rows[-1].memory.get("gradients", 0) if calls > 1 else 0
     if not kept:
         return dict(analysis.peak.memory)
@@ -88,7 +88,6 @@ def held_at_peak(analysis: Analysis, calls: int) -> dict[str, int]:
 
 def exposed_over(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
     """The exposed seconds of a call by what they are spent on: an axis and where its ranks are, or copies."""
-    exposed = _exposed(analysis) if isinstance(analysis, Analysis) else _exposed_in_stages(analysis)
     cluster, mesh = analysis.cluster, analysis.plan.whole_mesh
 
     def where(kind: str) -> str:
@@ -97,7 +96,7 @@ def exposed_over(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
             return "once a step" if kind == ONCE else kind
         return f"over {axis} {'inside a node' if cluster.group_of(mesh, axis).nodes == 1 else 'between nodes'}"
 
-    return {where(kind): seconds for kind, seconds in exposed.items()}
+    return {where(kind): seconds for kind, seconds in _exposed(analysis).items()}
 
 
 def recomputed(analysis: Analysis | PipelineAnalysis) -> float:
@@ -111,8 +110,10 @@ def recomputed(analysis: Analysis | PipelineAnalysis) -> float:
     return min(times * sum(row.seconds for row in rows if row.again and not row.stream), analysis.time.compute)
 
 
-def _exposed(analysis: Analysis) -> dict[str, float]:
+def _exposed(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
     """Seconds that the computation waits for or is slowed by transfers, by the axis or direction of the transfer."""
+    if not isinstance(analysis, Analysis):
+        return _exposed_in_stages(analysis)
     waits: defaultdict[str, float] = defaultdict(float)
     for transfer in analysis.transfers:
         waits[_kind(transfer.stream)] += transfer.exposed

@@ -96,14 +96,11 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
     if isinstance(analysis, Analysis):
         parts["compute"] += seconds_of_additions(analysis, accumulated)
-        live = held_at_peak(analysis, accumulated)
-    else:
-        live = analysis.at_peak(analysis.fullest)
     seconds = sum(parts[kind] for kind in ("compute", "optimizer", "exposed", "bubble"))
     microbatches = plan.pipeline.parts if plan.pipeline else accumulated
-    samples, memory = accumulated * analysis.samples, sum(live.values())
+    live, samples = held_at_peak(analysis, accumulated), accumulated * analysis.samples
     over = {what: accumulated * value for what, value in exposed_over(analysis).items()}
-    return Priced(plan, memory, seconds, parts, samples, microbatches, live, over, gap)
+    return Priced(plan, sum(live.values()), seconds, parts, samples, microbatches, live, over, gap)
 
 
 def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:

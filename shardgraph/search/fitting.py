@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,7 +10,6 @@ from torch import fx
 
 from shardgraph.capture.capture import own_loss
 from shardgraph.errors import ShardGraphError
-from shardgraph.mesh import Mesh
 from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.plans.plan import Plan
 from shardgraph.search.depths import PLACED
@@ -23,12 +22,18 @@ from shardgraph.sizes import format_bytes
 def advice(source: Source, smallest: Priced, budget: int, larger: Priced | None = None) -> str:
     """Lines about the plan that takes least of all: what is live at its peak, and what would bring it within ``budget``
     bytes, the fastest first. ``larger`` is a plan that fits, for more devices."""
-    ways = [*_options(source, smallest, budget), *_smaller_batches(source, smallest, budget)]
+    source, plan, calls = _of_calls(source, smallest.plan), replace(smallest.plan, batch=None), smallest.plan.calls
+    changes = [*_options(source, plan, calls), *_smaller_batches(source, plan, calls)]
+    ways = []
     if larger is None:
-        ways += _twice_the_devices(source, smallest, budget)
+        changes += _twice_the_devices(source, plan, calls)
     else:
         what = f"{larger.plan.world_size} devices, as {described(larger.plan)}"
         ways.append(Way(what, larger.memory, larger.per_sample))
+    for what, of, changed, accumulated in changes:
+        with suppress(ShardGraphError):
+            priced = price(of, changed, budget, accumulated)
+            ways.append(Way(what, priced.memory, priced.per_sample))
     ways = [way for way in ways if way.memory < smallest.memory]
     lines = f"at its peak: {_kinds(smallest)}", *lines_of(ways, budget, "per sample")
     return "".join(f"\n  {line}" for line in lines)
@@ -45,45 +50,44 @@ def described(plan: Plan) -> str:
     return f"{plan.name!r} on {dict(plan.whole_mesh)}{offloaded}"
 
 
-def _options(source: Source, smallest: Priced, budget: int) -> Iterator[Way]:
-    """Options that the plan leaves open, and less that is held for backward than the call asks for."""
-    plan, source = replace(smallest.plan, batch=None), _of_calls(source, smallest)
+_Change = tuple[str, Source, Plan, int]  # in words, and what is priced: a plan for calls of a source, so many in a step
+
+
+def _options(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
+    """More that is recomputed, and what the plan leaves open."""
     if isinstance(plan.recompute, str) and plan.recompute not in ("full", "budget"):
-        yield from _priced("recompute='full'", source, replace(plan, recompute="full"), budget, smallest.plan.calls)
+        yield "recompute='full'", source, replace(plan, recompute="full"), calls
     for what, changed in options_left(plan, _graph(source, plan)):
         if changed.offload == plan.offload or source.question.machine.device.host is not None:
-            yield from _priced(what, source, replace(changed, activations=None), budget, smallest.plan.calls)
+            yield what, source, replace(changed, activations=None), calls
 
 
-def _smaller_batches(source: Source, smallest: Priced, budget: int) -> Iterator[Way]:
+def _smaller_batches(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
     """Twice as many calls of half as many samples."""
-    plan, calls = smallest.plan, smallest.plan.calls
-    call = _of_calls(source, smallest).call
+    call = source.call
     if plan.pipeline is None and call.batch > 1 and call.batch % 2 == 0:
-        half = replace(source, question=replace(source.question, call=call.resized(call.batch // 2, call.sequence)))
         number = "two" if calls == 1 else f"{2 * calls}"
         what = f"batches of {call.batch // 2}, {number} of them accumulated"
-        yield from _priced(what, half, replace(plan, batch=None), budget, 2 * calls)
+        yield what, source.resized(call.batch // 2, call.sequence), plan, 2 * calls
 
 
-def _twice_the_devices(source: Source, smallest: Priced, budget: int) -> Iterator[Way]:
+def _twice_the_devices(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
     """The same plan with twice as many ranks along its last axis of data."""
-    plan, machine = smallest.plan, source.question.machine
+    machine = source.question.machine
     if plan.pipeline is not None or plan.data_size == 1 or machine.inter is None:
         return
     axis, _ = plan.data_mesh[-1]
-    mesh: Mesh = tuple((name, 2 * ranks if name == axis else ranks) for name, ranks in plan.mesh)
+    mesh = tuple((name, 2 * ranks if name == axis else ranks) for name, ranks in plan.mesh)
     twice = replace(source.question, cluster=replace(machine, nodes=2 * machine.nodes))
-    changed = replace(plan, batch=None, mesh=mesh, activations=None)
-    source = _of_calls(replace(source, question=twice), smallest)
-    yield from _priced(f"{2 * plan.world_size} devices", source, changed, budget, plan.calls)
+    changed = replace(plan, mesh=mesh, activations=None)
+    yield f"{2 * plan.world_size} devices", replace(source, question=twice), changed, calls
 
 
-def _of_calls(source: Source, smallest: Priced) -> Source:
+def _of_calls(source: Source, plan: Plan) -> Source:
     """The source of the calls of which the plan has several in a step, with the loss if it has stages."""
-    samples = smallest.plan.samples_per_call
+    samples = plan.samples_per_call
     call = source.call if samples is None else source.call.resized(samples, source.call.sequence)
-    if smallest.plan.pipeline is not None and call.loss_fn is None:
+    if plan.pipeline is not None and call.loss_fn is None:
         call = replace(call, loss_fn=own_loss)
     return replace(source, question=replace(source.question, call=call))
 
@@ -94,11 +98,3 @@ def _graph(source: Source, plan: Plan) -> fx.GraphModule | None:
         few = source if source.depths is None else source.at(source.depths, PLACED, plan)
         return few.captures.joint(few.question.captured, plan).module
     return None
-
-
-def _priced(what: str, source: Source, plan: Plan, budget: int, accumulated: int) -> Sequence[Way]:
-    """The change with its price, if it has one."""
-    with suppress(ShardGraphError):
-        priced = price(source, plan, budget, accumulated)
-        return [Way(what, priced.memory, priced.per_sample)]
-    return []
