@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardgraph.ir import Parameter, placeholders
+from shardgraph.ir.attributes import PADDED, PADDED_SHARD, PLACEMENTS, write
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
 from shardgraph.passes.parameters.gather_scaled import is_gathered
@@ -52,7 +53,11 @@ def _shard(gm: fx.GraphModule, context: Context, fqn: str, node: fx.Node) -> Non
     def gather(build: Builder) -> fx.Node:
         if longest * size == rows:
             return build.all_gather(node, axis)
-        return build.rows(build.all_gather(build.pad_rows(node, longest), axis), rows)
+        shard = build.pad_rows(node, longest)
+        whole = build.all_gather(shard, axis)
+        write(shard, {PADDED_SHARD: fqn})
+        write(whole, {PADDED: fqn, PLACEMENTS: PLACEMENTS.get(node, {})})
+        return build.rows(whole, rows)
 
     users = [user for user in node.users if user.op != "output"]
     insert_before_use(gm, context, fqn, node, users, gather)

@@ -20,6 +20,8 @@ from shardgraph.ir.attributes import (
     EQUALS,
     MADE_BY,
     MEAN_OF,
+    PADDED,
+    PADDED_SHARD,
     PART_OF,
     PLACEMENTS,
     REDUCES,
@@ -84,8 +86,9 @@ def first_divergence(
     ``programs``, ``whole`` and ``local`` are those of each microbatch; see :class:`LockstepStep` for the others. Nodes
     of the captured graph keep their names through the passes. A node made by a pass is compared if the pass recorded
     what it equals: ``EQUALS`` names the captured value, ``PART_OF`` the value of which it is a slice, ``MEAN_OF`` the
-    value whose mean over ranks it is, ``SHARD_OF`` the parameter. What graphs take from each other and what they return
-    is compared too. Returns None if all comparable values agree.
+    value whose mean over ranks it is, ``SHARD_OF`` the parameter; ``PADDED`` and ``PADDED_SHARD`` the parameter that
+    it is, or has a shard of, before padding. What graphs take from each other and what they return is compared too.
+    Returns None if all comparable values agree.
     """
     rng = generators()
     parts = enumerate(zip(programs, whole, strict=True))
@@ -152,7 +155,7 @@ class _Search:
         own = node.op == "placeholder" and not isinstance(ROLE.get(node), _GIVEN)
         reference = None if own or node.target in _UNWRITTEN else self._reference(run, node)
         if reference is not None:
-            blamed, placed = partial(self._blamed, run, node), node in SHARD_OF
+            blamed, placed = partial(self._blamed, run, node), _shard_of(node) is not None
             if self._check(node, reference, _summed(node, values, self.mesh), blamed, placed):
                 self.blame.agreed.add(node)
 
@@ -182,6 +185,8 @@ class _Search:
             theirs = whole if placed else _placed(whole, node, rank, self.mesh)
             if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
                 compared = True
+                if node in PADDED or node in PADDED_SHARD:
+                    mine = mine[: len(theirs)]
                 # A part may hold nothing but rounding, as the gradient of an attention's key bias does.
                 largest = largest_of(whole)
                 error = relative_error(mine, theirs, floor=0.0 if math.isinf(largest) else largest)
@@ -258,9 +263,9 @@ class _Search:
             if not values or not isinstance(values[0], torch.Tensor):
                 return None
             return self._mean_shards(values, REDUCES.get(node, ""), node.meta["val"].dtype)
-        if node in SHARD_OF:
-            values = self._expected(run, self.parameters[SHARD_OF.of(node)])
-            return self._mean_shards(values, SHARD_OF.of(node), node.meta["val"].dtype) if values else None
+        if (fqn := _shard_of(node)) is not None:
+            values = self._expected(run, self.parameters[fqn])
+            return self._mean_shards(values, fqn, node.meta["val"].dtype) if values else None
         comparable = (
             is_cut(placement) or (isinstance(placement, Partial) and axis != self.plan.experts)
             for axis, placement in PLACEMENTS.get(node, {}).items()
@@ -270,7 +275,7 @@ class _Search:
         if node in PART_OF:
             part, shape = PART_OF.of(node), node.meta["val"].shape
             return [part.of(value).reshape(shape) for value in self._expected(run, part.node) or ()] or None
-        name = captured_name(node)
+        name = self.parameters[PADDED.of(node)] if node in PADDED else captured_name(node)
         values = None if name is None else self._expected(run, name)
         if values is None or node not in EQUALS:
             return values
@@ -281,6 +286,12 @@ class _Search:
         mean = torch.stack([value.to(dtype) for value in values]).mean(0)
         entry = self.programs[0].parameters.get(fqn)
         return [mean] * len(values) if entry is None else shards_of(mean, entry, self.mesh)
+
+
+def _shard_of(node: fx.Node) -> str | None:
+    """The parameter whose shard a node has, padded or not."""
+    fqn: str | None = SHARD_OF.get(node, PADDED_SHARD.get(node))
+    return fqn
 
 
 def _summed(node: fx.Node, values: list[Any], mesh: Mesh) -> list[Any]:

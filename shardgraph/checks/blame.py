@@ -11,7 +11,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.checks.step import Run
-from shardgraph.ir.attributes import GIVEN_BY, MADE_BY, PLACEMENTS, RECOMPUTE, REDUCES, ROLE, ROLES
+from shardgraph.ir.attributes import AVERAGES, GIVEN_BY, MADE_BY, PLACEMENTS, RECOMPUTE, REDUCES, ROLE, ROLES
 from shardgraph.passes.program import Program
 from shardgraph.plans.annotations.constrain import CONSTRAIN
 
@@ -74,7 +74,7 @@ class Blame:
                 return divides
             return "reduce-once" if run.graph.endswith("reduce") else "keep-gradients-local"
         averages = plan.pipeline is None and plan.data_size > 1 and node.meta["val"].is_floating_point()
-        return "average-buffers" if averages and isinstance(role, ir.Mutation) else divides
+        return _averages(node.graph, role.of.fqn) if averages and isinstance(role, ir.Mutation) else divides
 
     def of_step(self, fqn: str) -> str:
         """The pass that lost a stage's gradient of a parameter, each of those that are there being right."""
@@ -158,6 +158,12 @@ class Blame:
         results: Any = zip(ROLES.of(output), output.args[0], strict=True)
         same = any(each == role and getattr(node, "name", None) == value.name for each, node in results)
         return None if same else derived_by
+
+
+def _averages(graph: fx.Graph, fqn: str) -> str:
+    """The pass that a buffer's average is from: if it is in a graph that does not return it, the one that wrote it."""
+    written = (MADE_BY.of(node) for node in graph.nodes if ir.is_collective(node) and fqn in AVERAGES.get(node, ()))
+    return next(written, "average-buffers")
 
 
 def _text(node: fx.Node, zero: Set[fx.Node] = frozenset()) -> Any:

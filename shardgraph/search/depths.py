@@ -30,6 +30,8 @@ from shardgraph.ir.attributes import (
     EQUALS,
     GIVEN_BY,
     MEAN_OF,
+    PADDED,
+    PADDED_SHARD,
     PART_OF,
     REDUCES,
     REGISTRY,
@@ -160,7 +162,7 @@ def _is_repeated(joint: JointGraph) -> bool:
     return joint.guards is None
 
 
-_NAMES = (EQUALS, PART_OF, SHARD_OF, GIVEN_BY, MEAN_OF, CAST_OF, REDUCES, AVERAGES)
+_NAMES = (EQUALS, PART_OF, SHARD_OF, PADDED, PADDED_SHARD, GIVEN_BY, MEAN_OF, CAST_OF, REDUCES, AVERAGES)
 """Attributes that name nodes or parameters, which comparisons of values need, and prices do not."""
 
 
