@@ -16,7 +16,7 @@ A cluster file includes its device, and round-trips exactly::
         matmul/bfloat16: {per_second: 7.7e14, overhead: 6e-6}
         pointwise: {per_second: 2.9e12, overhead: 5e-6}
       host:                                      # for offloading; call: seconds in which Python calls an operation
-        {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 4e10}, call: 1e-5}
+        {link: {bandwidth: 5.5e10, latency: 1e-5}, optimizer: {per_second: 4e10}, call: 1e-5, memory: 200GiB}
 
 Known devices are in ``devices.yaml``, which cites the source of each number.
 """
@@ -153,8 +153,11 @@ class Cluster:
                 source=core.source,
             )  # fmt: skip
         cluster = Cluster.of(torch.cuda.get_device_name(0), devices_per_node=torch.cuda.device_count())
-        memory = torch.cuda.get_device_properties(0).total_memory
-        return replace(cluster, device=replace(cluster.device, memory=memory))
+        device = replace(cluster.device, memory=torch.cuda.get_device_properties(0).total_memory)
+        if device.host is not None:
+            room = detection.machine_memory() * detection.FOR_DEVICES // cluster.devices_per_node
+            device = replace(device, host=replace(device.host, memory=room))
+        return replace(cluster, device=device)
 
     @staticmethod
     @checked(path=PATH)
@@ -257,7 +260,7 @@ _DEVICE = record(
     sustained=mapping(f"{', '.join((*FLOP_KINDS, MEMORY))} to parts", PART, (*FLOP_KINDS, MEMORY).__contains__),
     allocation=SIZE,
     alignment=POSITIVE,
-    host=record(Host, link=_LINK, optimizer=_RATE, call=SECONDS),
+    host=record(Host, link=_LINK, optimizer=_RATE, call=SECONDS, memory=SIZE),
     source=text,
 )
 _CLUSTER = record(

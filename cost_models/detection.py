@@ -12,6 +12,9 @@ from shardgraph.cost_models.device import Device, Host, Link, Rate
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """What a container may use, in either version of Linux's control groups."""
 
+FOR_DEVICES = 0.8
+"""The part of a machine's memory that its devices may use: the rest is for the system and loaders."""
+
 
 def host_memory() -> int:
     """Bytes of this machine's memory that are available now; all of its memory if the system does not report that."""

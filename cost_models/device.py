@@ -99,15 +99,18 @@ _RATE = instance("a Rate", Rate)
 @dataclass(frozen=True)
 class Host:
     """The host of a device: the ``link`` to its memory, the rate of ``optimizer`` updates on it in bytes read and
-    written, and the seconds in which Python calls one ``call`` of an operation, which the device may have to wait for.
+    written, the seconds in which Python calls one ``call`` of an operation, which the device may have to wait for, and
+    the bytes of its ``memory`` that the device may use.
     """
 
     link: Link
     optimizer: Rate
     call: float = 0.0
+    memory: float = math.inf
 
     def __post_init__(self) -> None:
-        check_fields(self, "a host's ", link=instance("a Link", Link), optimizer=_RATE, call=NOT_NEGATIVE)
+        link, memory = instance("a Link", Link), number("a positive number of bytes", lambda value: value >= 1)
+        check_fields(self, "a host's ", link=link, optimizer=_RATE, call=NOT_NEGATIVE, memory=memory)
 
 
 _NBYTES = number("a positive number of bytes", lambda value: 1 <= value < math.inf)

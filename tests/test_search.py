@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardgraph
+from shardgraph import Offload, offload
 from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.errors import PlanError
 from shardgraph.nn import MoE
 from shardgraph.plans.plan import Plan
@@ -120,7 +124,7 @@ def test_what_fits_is_not_priced_again_in_more_calls(monkeypatch):
     monkeypatch.setattr(auto, "_FINALISTS", 6)
     found = shardgraph.plan(**CALLS["llama-few"](), cluster="H100", devices=2, global_batch=8)
     assert {priced.microbatches for priced in found.considered} == {1}
-    assert "or have more calls in a step than they need" in found.explain()
+    assert "or save memory that they need not" in found.explain()
 
 
 def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
@@ -243,6 +247,13 @@ def test_layers_that_are_not_treated_alike_are_those_behind_the_first_ones():
     assert [pattern for pattern, _ in kept.parameters] == ["*", "layers.[3-9].*"]
 
 
+def test_layers_that_save_in_host_memory_are_far_from_each_other():
+    """So that each copy has the time until the next one begins."""
+    plan, stack = shardgraph.preset("fsdp", {"dp": 2}), Stack("layers", 10, head=3)
+    away = mixed(plan, Layout(shard=2, away=3), stack)
+    assert away.annotations == tuple((f"layers.{layer}", offload()) for layer in (3, 5, 7))
+
+
 def test_more_memory_is_worth_what_a_search_with_it_finds():
     """Of the layers, fewer are recomputed then, not as many as without it."""
     cluster = Cluster.of("H100")
@@ -358,6 +369,35 @@ def test_what_fits_nowhere_else_is_kept_in_host_memory():
     assert shardgraph.verify(model, (x,), plan, steps=1).ok
 
 
+def linked(cluster: Cluster, bandwidth: float = 1e10, memory: float = math.inf) -> Cluster:
+    """The cluster with devices whose host has so much memory, behind a link of so many bytes per second."""
+    host = Host(Link(bandwidth, 0.0), Rate(1e10), memory=memory)
+    return replace(cluster, device=replace(cluster.device, host=host))
+
+
+@pytest.mark.slow
+@pytest.mark.quick("some layers")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layers", [8, 48], ids=["some layers", "all of many layers"])
+def test_what_layers_save_is_in_host_memory_where_copies_take_less_than_recomputation(layers):
+    with torch.device("meta"):
+        model, x = Deep(layers), torch.zeros(64, 32)
+    alone = toy_cluster(1, 2)
+
+    def found(cluster: Cluster, **options: Any) -> tuple[Plan, float]:
+        plan = shardgraph.plan(model, (x,), cluster=cluster, **options)
+        return plan, plan.considered[0].seconds / plan.considered[0].samples
+
+    roomy, least = found(alone)
+    memory = int(0.8 * roomy.considered[0].memory)
+    _, recomputed = found(linked(alone, 1e12), memory=memory, offload=Offload())
+    plan, seconds = found(linked(alone, 1e12), memory=memory)
+    assert least <= seconds < recomputed and plan.considered[0].memory <= memory
+    assert plan.offload.activations or any(isinstance(each, offload) for _, each in plan.annotations)
+    for cluster in (linked(alone, 1e6), linked(alone, 1e12, memory=1e4)):  # slow, and small
+        assert found(cluster, memory=memory)[1] == pytest.approx(recomputed)
+
+
 class Experts(nn.Module):
     """A layer with more parameters than activations."""
 
@@ -383,6 +423,7 @@ EMITTED = {
     "ep+tp": (Experts, Layout(ep=2, tp=2)),
     "some recomputed": (partial(Deep, 8), Layout(shard=2, data="zero2", recompute="selective", full=3)),
     "some kept gathered": (partial(Deep, 8), Layout(shard=2, kept=3)),
+    "some on the host": (partial(Deep, 8), Layout(shard=2, recompute="selective", away=3)),
 }
 """Models, and layouts of them that a search may find best."""
 
@@ -396,7 +437,7 @@ def test_plans_of_every_kind_of_layout_verify(name):
     model, (args, kwargs) = made if isinstance(made, tuple) else (made, ((torch.randn(16, 32),), {}))
     if isinstance(model, Experts):
         args = (torch.randn(4, 16, 32),)
-    cluster = toy_cluster(2, 4, memory=16 * GIB)
+    cluster = linked(toy_cluster(2, 4, memory=16 * GIB))
     source = source_of(layout.ranks, cluster, model, args, kwargs).of_few_layers
     finals = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=True), 16 * GIB)
     finals.price_all([layout])

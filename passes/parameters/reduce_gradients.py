@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, local_chunk, trim_shard
-from shardgraph.ir.attributes import CAST_OF, MEAN_OF, REDUCES, SOURCE, SUBJECT, Attribute
+from shardgraph.ir.attributes import CAST_OF, MEAN_OF, PADDED_SHARD, REDUCES, SOURCE, SUBJECT, Attribute, write
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
@@ -85,8 +85,10 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
     if axis and not scattered:
         node = build.call(local_chunk, node, rows, axis)
     elif scattered and padded != rows:
+        write(node, {MEAN_OF: captured, PADDED_SHARD: fqn})
         node = build.call(trim_shard, node, rows, axis)
+    MEAN_OF.set(node, captured)
     if node.meta["val"].dtype != stored:
         node = build.cast(node, stored)
-    MEAN_OF.set(node, captured)
+        MEAN_OF.set(node, captured)
     return node

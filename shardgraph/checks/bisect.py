@@ -199,12 +199,29 @@ class _Search:
         return self._unreduced_blamed(run, node, full) or self.blame.of(run, node)
 
     def _unreduced_blamed(self, run: Run, node: fx.Node, full: list[Any] | None) -> str | None:
-        """The pass that made the gradient of which a node is the reduced one, if that is wrong already."""
+        """The pass that made the gradient of which a node is the reduced one, or what of it is in a bucket, if that is
+        wrong already."""
         if full is None or node not in REDUCES:
             return None
-        own, ranks = _before_reduction(node, self.mesh)
-        local = None if own in self.blame.agreed else self.unreduced.get(own)
-        if local is None:
+        own, packed, ranks = _before_reduction(node, self.mesh)
+        if own not in self.blame.agreed and (maker := self._local_blamed(run, node, own, ranks, full)):
+            return maker
+        return self.blame.of(run, packed) if packed is not None and self._is_packed_wrong(own, packed) else None
+
+    def _is_packed_wrong(self, own: fx.Node, packed: fx.Node) -> bool:
+        """Whether what is in a bucket is not the local gradient, padded or divided by the number of ranks."""
+        local, buckets = self.unreduced.get(own), self.unreduced.get(packed)
+        if own is packed or local is None or buckets is None:
+            return False
+        pairs = [(mine[: len(theirs)], theirs) for mine, theirs in zip(buckets, local, strict=True)]
+        return not any(
+            all(relative_error(mine * times, theirs) <= self.tolerance for mine, theirs in pairs)
+            for times in (1, self.plan.data_size)
+        )
+
+    def _local_blamed(self, run: Run, node: fx.Node, own: fx.Node, ranks: int, full: list[Any]) -> str | None:
+        """The pass that made ``own``, a local gradient of which ``node`` is reduced over ``ranks``, if it is wrong."""
+        if (local := self.unreduced.get(own)) is None:
             return None
         if local[0].shape != full[0].shape:  # of the rank's own experts, summed over all tokens
             parts = self._mean_shards(full, REDUCES.of(node), local[0].dtype)
@@ -317,17 +334,36 @@ def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
     return value
 
 
-def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, int]:
-    """The local gradient of which a node is the reduced one, and over how many ranks it is.
+def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, fx.Node | None, int]:
+    """The local gradient of which a node is the reduced one, what of it is in a bucket, if it is in one, and over how
+    many ranks it is.
 
     If what is reduced is taken from the reduction of another parameter, it is what is taken.
     """
-    made_by, fqn, ranks = MADE_BY.get(node) if node in REDUCES else None, REDUCES.get(node), 1
-    while made_by is not None and MADE_BY.get(node) == made_by and REDUCES.get(node, fqn) == fqn:
+    fqn, packed, ranks = REDUCES.get(node), None, 1
+    made_by = None if ir.buckets.packed_as(node) else MADE_BY.get(node)
+    while fqn is not None and REDUCES.get(node, fqn) == fqn:
+        if ir.is_collective(node):
+            ranks *= len(group_along(mesh, ir.group_of(node), 0))
+        if (before := ir.buckets.packed_as(node)) is not None:
+            ranks *= _ranks_of_bucket(node, mesh)
+            node = packed = before
+            made_by = made_by or (MADE_BY.get(node) if node in REDUCES else None)
+        elif made_by is None or MADE_BY.get(node) != made_by:
+            break
+        else:
+            node = node.all_input_nodes[0]
+    return node, packed, ranks
+
+
+def _ranks_of_bucket(item: fx.Node, mesh: Mesh) -> int:
+    """The ranks over which the bucket is reduced that something was taken out of."""
+    ranks, node = 1, item.all_input_nodes[0]
+    while node.target is not ir.buckets.pack:
         if ir.is_collective(node):
             ranks *= len(group_along(mesh, ir.group_of(node), 0))
         node = node.all_input_nodes[0]
-    return node, ranks
+    return ranks
 
 
 def _is_right(

@@ -75,6 +75,9 @@ are held whole."""
 _TRIES = 12
 """Layouts that are priced exactly before those with the least memory are, if none of them fits."""
 
+_SMALLEST = 2
+"""Those with the least memory that are priced then."""
+
 _TIMES_THE_DEVICES = (2, 4, 8, 16)
 """As many devices are tried where nothing fits."""
 
@@ -126,6 +129,8 @@ def search(
     estimated = estimates.all(ranks, machine, batches, finals.bound)
     show("the best layouts")
     finals.price_best(estimated)
+    if not finals.fits:
+        finals.price_smallest([pair for pair in estimated if finals.may_fit(*pair)])
     if not finals.fits and (offloaded := estimates.offloaded(ranks, machine, batches)):
         finals.price_best(offloaded)
         estimated = [*estimated, *offloaded]
@@ -191,14 +196,14 @@ class Finals:
                     break
                 if layout.plain and layout.microbatches == 1 and not layout.offload:
                     self._price(layout)
-        fitting = [pair for pair in estimated if self._may_fit(*pair)]
+        fitting = [pair for pair in estimated if self.may_fit(*pair)]
         presets = _best_of_presets(fitting)
         tried = asked = 0
         for layout, guess in fitting:
             best = self._best
             if asked >= self._tries or (best is not None and self._is_slower(layout, guess, best)):
                 break
-            if self._has_fewer_calls(layout) or self._is_too_large(layout, guess):
+            if self._saves_needlessly(layout) or self._is_too_large(layout, guess):
                 continue
             if best is not None and tried >= self._most and layout not in presets:
                 continue
@@ -221,15 +226,19 @@ class Finals:
 
     def finish(self, estimated: Sequence[Estimated]) -> None:
         """Price the best plan with buckets for the cluster; if none fits, what is estimated to take least."""
-        if self._best is None:  # for the message, what takes least
-            for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:2]:
-                self._price(layout, whole=True)
+        if self._best is None:  # for the message
+            self.price_smallest(estimated)
         elif not self._limit.cut:
             if self._deep:
                 self._adjust()
             self._hold_whole()
             self._refine(self._best)
             self._choose_parameters(self._best)
+
+    def price_smallest(self, estimated: Sequence[Estimated]) -> None:
+        """Price what is estimated to take least memory, also if all its layers have to be analysed for that."""
+        for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:_SMALLEST]:
+            self._price(layout, whole=True)
 
     def price_all(self, layouts: Iterable[Layout]) -> None:
         """Price these layouts, as far as the time allows."""
@@ -254,9 +263,9 @@ class Finals:
         if ratios:
             yield f"estimates were {min(ratios):.3f} to {max(ratios):.3f} of the exact prices"
         left = [pair for pair in estimated if pair[0] not in self._priced]
-        fitting = [pair for pair in left if self._may_fit(*pair) and not self._has_fewer_calls(pair[0])]
+        fitting = [pair for pair in left if self.may_fit(*pair) and not self._saves_needlessly(pair[0])]
         if left:
-            why = "as they do not fit, or have more calls in a step than they need"
+            why = "as they do not fit, or save memory that they need not"
             without = f", {len(left) - len(fitting)} of them {why}" if len(fitting) < len(left) else ""
             yield f"{'1 layout was' if len(left) == 1 else f'{len(left)} layouts were'} not priced exactly{without}"
         if fitting and (best := self._best) is not None:
@@ -295,7 +304,7 @@ class Finals:
         """The estimated seconds per sample of a layout."""
         return per_sample((layout, self._guesses[layout]))
 
-    def _may_fit(self, layout: Layout, guess: Estimate) -> bool:
+    def may_fit(self, layout: Layout, guess: Estimate) -> bool:
         """Whether the peak of a layout may be within the budget: of what an estimate of few layers has whole, as is
         fastest, the budget may have the program divide all."""
         divided = 1 if self._deep else layout.degree
@@ -316,10 +325,14 @@ class Finals:
         ]
         return bool(off) and guess.memory * min(off) > self._budget
 
-    def _has_fewer_calls(self, layout: Layout) -> bool:
-        """Whether what fits has the same layout with fewer, larger calls in a step. These take no longer: an operation
-        costs an overhead and then its work, and what is sent after each call is sent once."""
+    def _saves_needlessly(self, layout: Layout) -> bool:
+        """Whether what fits is the same layout, but that it does less to save memory; or that it has fewer, larger calls
+        in a step. These take no longer: an operation costs an overhead and then its work, and what is sent after each
+        call is sent once."""
         fitting = self._fitting
+        plain = layout.plain_in_memory
+        if layout != plain and plain in fitting:
+            return True
         larger = {other.batch for other in fitting if other.batch > layout.batch}
         return layout.stages == 1 and any(layout.in_calls_of(batch) in fitting for batch in larger)
 

@@ -166,6 +166,8 @@ class _Estimate:
             called = _LOADS * self.cluster.device.call * part.tensors
             forward = max(forward, copied, part.called + called)
             backward = max(backward, copied, part.called_back + called)
+        copied = self._away * scale / self.cluster.device.linked_host.link.bandwidth if self._away else 0.0
+        forward, backward = max(forward, copied), max(backward, copied)
         fsdp = self.layout.data == "fsdp"
         gathers = self._gather(part) if fsdp or not staged else 0.0
         again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0
@@ -256,6 +258,11 @@ class _Estimate:
         """Bytes of parameters that stay gathered for backward, of those that are sharded."""
         return self.layout.kept * self.costs.layer.gathered
 
+    @property
+    def _away(self) -> float:
+        """Bytes that some of the layers save in host memory, of a microbatch of the size of the costs."""
+        return self.layout.away * self.costs.layer.saved
+
     def _gather(self, part: Part) -> float:
         if self.layout.data == "ddp":
             return 0.0
@@ -325,7 +332,7 @@ class _Estimate:
         if layout.stages > 1 and layout.schedule == "zbv":  # a stage holds more the earlier it is, on each rank alike
             ends = 2 * layout.stages - rank - 0.5, rank + 0.5
             return sum(part.saved * min(layout.microbatches, held) for part, held in zip(own, ends, strict=True))
-        return sum(part.saved for part in own) * self._in_flight(rank) / layout.chunks
+        return sum(part.saved for part in own) * self._in_flight(rank) / layout.chunks - self._away
 
     def _in_flight(self, rank: int) -> float:
         """The microbatches of which a rank holds what it saves, counted once for each of its stages."""

@@ -98,8 +98,7 @@ class Estimates:
             elif which:
                 what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
                 self.remarks[f"{what}: {self._why_not}"] = None
-        estimated += self._in_chunks(estimated, machine)
-        return _fastest_first([*estimated, *self._mixtures(estimated, machine)])
+        return _fastest_first(self._with_smaller(estimated, machine))
 
     @property
     def left_out(self) -> Iterator[str]:
@@ -123,9 +122,8 @@ class Estimates:
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts without stages that keep something in host memory, the fastest first."""
-        device = machine.device
-        if device.host is None or device.is_cpu or self._question.offload is not None:
-            return []  # a CPU's memory is its host's
+        if not self._may_offload(machine):
+            return []
         every = layouts(ranks, machine, self._units, pipelines=False, axes=self._axes)
         divided = [layout for layout in every if layout.degree in (1, *self._degrees)]
         offloaded = [replace(layout, offload=what) for layout in divided for what in OFFLOADS]
@@ -156,12 +154,12 @@ class Estimates:
         return replace(guesses[0], memory=min(guess.memory for guess in guesses))
 
     def within(self, budget: int, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
-        """The same layouts if a rank may use ``budget`` bytes: of their layers as few are recomputed, or as many kept
-        gathered, as then fit."""
+        """The same layouts if a rank may use ``budget`` bytes: of their layers as few are recomputed, say, or as many
+        kept gathered, as then fit."""
         other = copy.copy(self)
         other._budget = budget
-        alike = [pair for pair in estimated if not pair[0].mixed]
-        return [*alike, *other._mixtures(alike, machine)]
+        plain = [pair for pair in estimated if not pair[0].kept and pair[0] == pair[0].plain_in_memory]
+        return other._with_smaller(plain, machine)
 
     def fitted(self, layout: Layout, machine: Cluster, more: float = 0.0) -> Layout | None:
         """The layout of layers that are not treated alike with as few of them recomputed, or as many kept gathered, as
@@ -172,11 +170,43 @@ class Estimates:
             return guess is not None and guess.memory + more <= self._budget
 
         numbers = range(self._layers + 1)
-        if layout.full:
+        if layout.full or layout.away:
             layers = bisect_left(numbers, True, key=fits)
         else:
             layers = bisect_left(numbers, True, key=lambda number: not fits(number)) - 1
         return layout.with_layers(layers) if layers in numbers else None
+
+    def _with_smaller(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """These, and of those that do not fit, or leave room, layouts that differ from them only in what is held."""
+        estimated = [*estimated, *self._in_chunks(estimated, machine)]
+        estimated += self._saved_on_host(estimated, machine)
+        return [*estimated, *self._mixtures(estimated, machine)]
+
+    def _may_offload(self, machine: Cluster) -> bool:
+        """Whether something may be in host memory, and it is open what; a CPU's memory is its host's."""
+        device = machine.device
+        return device.host is not None and not device.is_cpu and self._question.offload is None
+
+    def _fits_host(self, layout: Layout, machine: Cluster) -> bool:
+        """Whether what some layers save fits the memory of the host."""
+        if not layout.away:
+            return True
+        costs = self.costs(replace(layout, recompute="none") if layout.recompute == "budget" else layout)
+        return layout.away * costs.layer.saved * layout.batch / costs.batch <= machine.device.linked_host.memory
+
+    def _saved_on_host(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
+        """Layouts that keep in host memory what all layers save, of those that would be faster than what fits even if
+        copies take no more time than their bytes, and that do not fit without."""
+        if not self._may_offload(machine) or not self._layers:
+            return []
+        best = _WORTHWHILE * self._best_of(estimated)
+        large = [pair for pair in estimated if pair[1].memory > self._budget and pair[0].stages == 1]
+        faster = [replace(layout, away=self._layers) for layout, guess in large if per_sample((layout, guess)) < best]
+        least = self._guesses(faster, machine)
+        fitting = [pair[0] for pair in least if pair[1].memory <= self._budget and per_sample(pair) < best]
+        held = filter(lambda layout: self._fits_host(layout, machine), fitting)
+        whole = (replace(layout, away=0, offload="activations") for layout in held)
+        return list(self._guesses(whole, machine))
 
     def _in_chunks(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
         """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not."""
@@ -202,8 +232,8 @@ class Estimates:
         return min((per_sample(pair) for pair in estimated if pair[1].memory <= self._budget), default=math.inf)
 
     def _mixtures(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
-        """Layouts in which some layers are recomputed, or their parameters kept gathered, and the others are not,
-        where those that treat all alike are slower or do not fit."""
+        """Layouts in which some layers are recomputed, or what they save is in host memory, or their parameters are
+        kept gathered, and the others are not, where those that treat all alike are slower or do not fit."""
         best = _WORTHWHILE * self._best_of(estimated)
         seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
         if seeds and self._stack is not None and self._stack.layers > FEW:
@@ -214,7 +244,8 @@ class Estimates:
             ] = None
             return []
         mixed = (self.fitted(layout, machine) for layout in seeds)
-        found = self._guesses((layout for layout in mixed if layout is not None and layout.mixed), machine)
+        fitting = (layout for layout in mixed if layout is not None and layout.mixed)
+        found = self._guesses((layout for layout in fitting if self._fits_host(layout, machine)), machine)
         return [pair for pair in found if per_sample(pair) < best]
 
     def _seeds(self, pair: Estimated, best: float, machine: Cluster) -> Iterator[Layout]:
@@ -224,8 +255,12 @@ class Estimates:
         if not self._layers or layout.stages > 1:
             return
         if guess.memory > self._budget:
-            if "full" in self._recomputations and layout.recompute != "full" and per_sample(pair) < best:
+            if layout.recompute == "full" or layout.offload or per_sample(pair) >= best:
+                return
+            if "full" in self._recomputations:
                 yield replace(layout, full=1)
+            if self._may_offload(machine):
+                yield replace(layout, away=1)
         elif layout.data == "fsdp" and layout.shard > layout.ep == 1 and per_sample(pair) < best * _GATHERED_AGAIN:
             all_kept = replace(layout, kept=self._layers)
             if (least := self.again(all_kept, machine)) is not None and per_sample((all_kept, least)) < best:
@@ -297,7 +332,8 @@ class Estimates:
 
 
 def _fastest_first(estimated: Iterable[Estimated]) -> list[Estimated]:
-    return sorted(estimated, key=lambda pair: (per_sample(pair), pair[1].memory))
+    """Of equally fast ones those first that do nothing to save memory, which their estimates may overrate."""
+    return sorted(estimated, key=lambda pair: (per_sample(pair), pair[0] != pair[0].plain_in_memory, pair[1].memory))
 
 
 def per_sample(pair: Estimated) -> float:

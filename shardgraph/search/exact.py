@@ -21,6 +21,7 @@ from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.recomputation import Recomputations, nearest_to
 from shardgraph.search.source import Source
 from shardgraph.search.stages import place_stages
+from shardgraph.sizes import format_bytes
 
 FEW = 40
 """Layers of a model that is analysed whole, in a few seconds, if its layers are not done alike."""
@@ -87,9 +88,11 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     with the smallest peak. Without ``whole``, deep models that cannot be analysed from a few of their layers are not.
 
     Raises:
-        PlanError: the plan does not fit the model.
+        PlanError: the plan does not fit the model, or what it offloads the host.
     """
     plan, analysis, gap = _analysed(source, plan, budget, whole)
+    if isinstance(analysis, Analysis):
+        _check_host(analysis)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
     parts["calls"] = analysis.calls if isinstance(analysis, Analysis) else 0.0
     parts["again"] = recomputed(analysis)
@@ -101,6 +104,14 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     live, samples = held_at_peak(analysis, accumulated), accumulated * analysis.samples
     over = {what: accumulated * value for what, value in exposed_over(analysis).items()}
     return Priced(plan, sum(live.values()), seconds, parts, samples, microbatches, live, over, gap)
+
+
+def _check_host(analysis: Analysis) -> None:
+    host, used = analysis.cluster.device.host, analysis.host_memory
+    if host is not None and used > host.memory and not analysis.cluster.device.is_cpu:
+        raise PlanError(
+            f"it keeps {format_bytes(used)} in host memory, of which each device has {format_bytes(int(host.memory))}"
+        )
 
 
 def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:

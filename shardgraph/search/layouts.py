@@ -32,8 +32,9 @@ class Layout:
     share a batch, and without ``cp`` shard activations between divided products along the sequence, or hold them whole,
     with ``whole_activations``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches
     of their own, and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step.
-    Of the model's equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, and
-    the parameters of the last ``kept`` stay gathered for backward where ``data`` gathers them again. If ``chunked``,
+    Of the model's equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, the
+    parameters of the last ``kept`` stay gathered for backward where ``data`` gathers them again, and what ``away`` of
+    them save, as far from each other as can be, is in host memory until backward needs it. If ``chunked``,
     scores of a loss over a large vocabulary exist in chunks. ``offload`` is the name of what is kept in host memory
     (:meth:`Offload.of`), if anything is.
     """
@@ -53,6 +54,7 @@ class Layout:
     microbatches: int = 1
     full: int = 0
     kept: int = 0
+    away: int = 0
     chunked: bool = False
     whole_activations: bool = False
 
@@ -101,11 +103,18 @@ class Layout:
     @property
     def mixed(self) -> bool:
         """Whether equal layers are not treated alike."""
-        return bool(self.full or self.kept)
+        return bool(self.full or self.kept or self.away)
 
     def with_layers(self, layers: int) -> Layout:
         """The layout with so many of the layers treated as one of them, or some, are."""
-        return replace(self, full=layers) if self.full else replace(self, kept=layers)
+        if self.full or self.away:
+            return replace(self, full=layers) if self.full else replace(self, away=layers)
+        return replace(self, kept=layers)
+
+    @property
+    def plain_in_memory(self) -> Layout:
+        """The layout without what only saves memory, apart from recomputation of all layers and smaller batches."""
+        return replace(self, chunked=False, full=0, away=0, offload="")
 
     @property
     def plain(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardgraph.capture.stacks import Stack
 from shardgraph.passes.recompute.names import wildcards
-from shardgraph.plans.annotations.kinds import recompute
+from shardgraph.plans.annotations.kinds import offload, recompute
 from shardgraph.plans.plan import Plan
 from shardgraph.search.layouts import Layout
 
@@ -16,11 +16,14 @@ def mixed(plan: Plan, layout: Layout, stack: Stack) -> Plan:
     """``plan``, of ``layout`` but for how the layers of ``stack`` differ, with that too.
 
     The first layers are those to recompute: what they save is held longest. The last are those whose parameters stay
-    gathered: they are needed again soonest.
+    gathered: they are needed again soonest. What is saved in host memory is of layers far from each other, so that each
+    copy has the time until the next one begins.
     """
     equal = range(stack.head, stack.layers)
-    again = ((f"{stack.path}.{numbers}", recompute()) for numbers in _numbers(equal[: layout.full]))
-    plan = replace(plan, annotations=(*plan.annotations, *again))
+    away = [equal[place * len(equal) // layout.away] for place in range(layout.away)]
+    again = [(f"{stack.path}.{numbers}", recompute()) for numbers in _numbers(equal[: layout.full])]
+    moved = [(f"{stack.path}.{numbers}", offload()) for numbers in _numbers(away)]
+    plan = replace(plan, annotations=(*plan.annotations, *again, *moved))
     last = equal[len(equal) - layout.kept :]
     ((pattern, entry),) = plan.parameters
     kept = ((f"{stack.path}.{numbers}.*", replace(entry, reshard_after_forward=False)) for numbers in _numbers(last))
