@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,18 +22,19 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.explanation import reasons
+from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.search.auto import Found
 from shardgraph.search.batches import Batches
 from shardgraph.search.estimate import estimate
 from shardgraph.search.exact import Priced
 from shardgraph.search.layer_costs import LayerCosts, Part
 from shardgraph.search.layouts import Layout, layouts
-from shardgraph.search.planner import _chosen, _presets
+from shardgraph.search.planner import _chosen
 from tests import ranks
 from tests.machines import GIB, toy_cluster
 from tests.standing import on_ranks
 from tests.test_analysis import llama, text
-from tests.zoo import make
+from tests.zoo import Deep, make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
 
@@ -335,6 +338,68 @@ def test_analyze_plans_too():
     assert analysis.peak_memory == analysis.plan.considered[0].memory
 
 
+def test_a_mesh_that_is_given_is_searched():
+    """Of all that is searched without it, only other meshes are left out."""
+    with torch.device("meta"):
+        model, x = Deep(8), torch.zeros(1024, 32)
+    call = {"model": model, "example_inputs": (x,), "cluster": toy_cluster(1, 4), "global_batch": 4096}
+    for mesh in ({"dp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}):
+        found = shardgraph.plan(**call, mesh=mesh)
+        assert found.whole_mesh == tuple(mesh.items()) and found.batch.samples == 4096
+        assert {each.mesh for each in found.considered} == {found.whole_mesh}
+    free = shardgraph.plan(**call)
+    pinned = shardgraph.plan(**call, mesh=dict(free.whole_mesh))
+    assert pinned.considered[0].seconds == pytest.approx(free.considered[0].seconds)
+    memory = int(0.8 * shardgraph.plan(**call, mesh={"dp": 4}).considered[0].memory)
+    assert shardgraph.plan(**call, mesh={"dp": 4}, memory=memory).considered[0].memory <= memory
+
+
+@pytest.mark.slow
+def test_stages_are_searched_on_a_mesh_that_has_an_axis_of_them():
+    call = {"model": llama(12), "example_kwargs": text(4), "cluster": toy_cluster(1, 4), "global_batch": 16}
+    found = shardgraph.plan(**call, mesh={"pp": 2, "dp": 2})
+    assert found.pipeline is not None and found.pipeline.ranks == 2 and found.whole_mesh == (("pp", 2), ("dp", 2))
+    assert {each.mesh for each in found.considered} == {found.whole_mesh}
+    operators = shardgraph.plan(**call, mesh={"pp": 2, "tp": 2})
+    assert operators.whole_mesh == (("pp", 2), ("tp", 2))
+
+
+def test_a_mesh_without_layouts_for_a_global_batch_is_refused():
+    call = {"model": llama(2), "example_kwargs": text(4), "cluster": toy_cluster(1, 4), "global_batch": 16}
+    with pytest.raises(PlanError, match=r"no layout on the mesh \{'rows': 4\}.*layouts have the axes 'pp', 'dp'"):
+        shardgraph.plan(**call, mesh={"rows": 4})
+    with pytest.raises(shardgraph.ShardGraphError, match="devices is 8; it may be 4, the ranks of the mesh"):
+        shardgraph.plan(**call, mesh={"dp": 4}, devices=8)
+
+
+def wide() -> dict[str, Any]:
+    """The call of a model whose products take most of its step."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)), torch.zeros(4096, 2048)
+    return {"model": model, "example_inputs": (x,), "cluster": "H100", "devices": 2}
+
+
+def test_of_permitted_precisions_the_fastest_is_found():
+    stored, low = shardgraph.Precision(), "bf16"
+    found = shardgraph.plan(**wide(), precision=(stored, low))
+    slow, fast = (shardgraph.plan(**wide(), precision=each).considered[0].seconds for each in (stored, low))
+    assert found.considered[0].seconds == fast < slow == found.considered[-1].seconds
+    assert found.precision == shardgraph.Precision.of(low)
+    assert re.search("of the precisions that are permitted, .* in parameters bfloat16.* in dtypes", found.explain())
+
+
+def test_a_precision_that_does_not_fit_is_told():
+    permitted = (shardgraph.Precision(), "bf16")
+    both = [shardgraph.plan(**wide(), precision=each, offload=NOTHING).considered for each in permitted]
+    large, small = (min(each.memory for each in plans) for plans in both)
+    memory = (large + small) // 2
+    assert small < large
+    found = shardgraph.plan(**wide(), precision=permitted, memory=memory, offload=NOTHING, recompute="none")
+    assert found.precision == shardgraph.Precision.of("bf16") and "not in dtypes as stored: no plan" in found.explain()
+    with pytest.raises(PlanError, match="no plan fits"):
+        shardgraph.plan(**wide(), precision=permitted, memory=small // 4, offload=NOTHING, recompute="none")
+
+
 def test_on_a_mesh_that_is_given_the_presets_that_suit_it_are_compared():
     model, (args, kwargs) = make("odd-mlp", 4)
     options = {"example_kwargs": kwargs, "mesh": {"dp_replicate": 2, "dp_shard": 4}, "cluster": toy_cluster()}
@@ -348,5 +413,6 @@ def test_ranks_compile_the_plan_that_was_found_fastest():
 
 
 def test_auto_takes_no_axis_of_pipeline_stages_for_one_of_data():
+    model, (args, kwargs) = make("gpt2", 8)
     with pytest.raises(PlanError, match=r"ask for 'pp', or 'pp\+' and a plan for the other axes"):
-        _presets((("pp", 2), ("dp", 2)))
+        shardgraph.analyze(model, args, "auto", example_kwargs=kwargs, mesh={"pp": 2, "dp": 2}, cluster=toy_cluster())

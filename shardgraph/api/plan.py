@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from shardgraph.api.analyze import is_fused
 from shardgraph.api.options import OPTIONS
 from shardgraph.api.unsharded import check_unsharded
-from shardgraph.arguments import checked
+from shardgraph.arguments import checked, sequence_of
 from shardgraph.calibration import this_machine
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import expect
@@ -24,12 +25,16 @@ from shardgraph.plans.precision import Precision
 from shardgraph.progress import Progress
 from shardgraph.search.machine import machine_for, resolve_axes
 from shardgraph.search.planner import choose_plan
+from shardgraph.search.precisions import fastest
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 from shardgraph.sizes import is_whole
 
+_ALTERNATIVE = OPTIONS["precision"]
+_PERMITTED = sequence_of("several of them, such as ('bf16', 'fp8')", _ALTERNATIVE, least=1)
 
-@checked(OPTIONS)
+
+@checked(OPTIONS, precision=_ALTERNATIVE | _PERMITTED)
 def plan(
     model: nn.Module,
     example_inputs: tuple[Any, ...] = (),
@@ -37,10 +42,11 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     cluster: Cluster | str | Path | None = None,
     devices: int | None = None,
+    mesh: Mapping[str, int] | None = None,
     memory: int | str | None = None,
     global_batch: int | None = None,
     optimizer: str = "adamw",
-    precision: str | Precision | None = None,
+    precision: str | Precision | Sequence[str | Precision] | None = None,
     backend: str = "eager",
     loss_fn: Callable[..., torch.Tensor] | None = None,
     recompute: str | None = None,
@@ -68,11 +74,13 @@ def plan(
             ``labels`` here if the model computes it, or with ``target`` and a ``loss_fn``.
         cluster: as for :func:`shardgraph.analyze`.
         devices: number of ranks; default: all devices of the cluster.
+        mesh: axis sizes by name, outermost first, of which layouts are searched: ``pp``, ``dp`` or ``dp_replicate`` and
+            ``dp_shard``, ``ep``, ``cp`` and ``tp``, each with more than one rank; default: all meshes of the devices.
         memory: bytes that a rank may use, or text such as ``"80GiB"``; default: the device's memory.
         global_batch: samples of one step over all ranks. Ranks whose part is larger than a microbatch accumulate, or
             give microbatches to a pipeline. Default: those of ``example_inputs`` on every data rank.
         optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
-        precision: as for :func:`shardgraph.compile`.
+        precision: as for :func:`shardgraph.compile`; or several, each of which you permit: the fastest is found.
         backend: as for :func:`shardgraph.analyze`.
         loss_fn: ``loss_fn(output, target) -> scalar``.
         recompute: what backward recomputes in all layouts; default: searched.
@@ -87,11 +95,17 @@ def plan(
         ClusterError: the cluster is unknown, malformed or has fewer devices.
         ShardGraphError: the model is compiled already.
     """
-    job = cluster, devices, global_batch, optimizer, precision, backend, loss_fn
+    permitted = precision if isinstance(precision, (list, tuple)) else (precision,)
+    permitted = [each and Precision.of(each) for each in permitted]
     options: dict[str, Any] = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
-    source, whole_step = searched(model, example_inputs, example_kwargs, *job, **options)
-    with Progress("plan", stages=2, enabled=progress) as show:
+
+    def of(each: Precision | None) -> Plan:
+        job = cluster, devices, global_batch, optimizer, each, backend, loss_fn
+        source, whole_step = searched(model, example_inputs, example_kwargs, *job, mesh=mesh, **options)
         return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)
+
+    with Progress("plan", stages=2 * len(permitted), enabled=progress) as show:
+        return of(permitted[0]) if len(permitted) == 1 else fastest(permitted, of)
 
 
 def searched(
@@ -105,6 +119,7 @@ def searched(
     precision: str | Precision | None,
     backend: str,
     loss_fn: Callable[..., torch.Tensor] | None,
+    mesh: Mapping[str, int] | None = None,
     **options: Any,
 ) -> tuple[Source, bool]:
     """The source of a search over all layouts for the arguments of :func:`plan`, and whether pipelines are searched.
@@ -117,11 +132,13 @@ def searched(
     for name, value in (("devices", devices), ("global_batch", global_batch)):
         expect(value is None or is_whole(value, 1), name, value, "a whole number from 1")
     check_unsharded(model)
+    asked = None if mesh is None else math.prod(mesh.values())
+    expect(devices in (None, asked) or mesh is None, "devices", devices, f"{asked}, the ranks of the mesh, or left out")
+    devices = devices or asked
     machine = machine_for(cluster or this_machine(), devices or 1)
-    ranks = devices or machine.world_size
-    mesh_of = partial(resolve_axes, mesh={"dp": ranks}, cluster=machine)
+    mesh_of = partial(resolve_axes, mesh=mesh or {"dp": devices or machine.world_size}, cluster=machine)
     question = Question.of(
-        model, "auto", mesh_of, True, None, precision, **options, cluster=machine, optimizer=optimizer
+        model, "auto", mesh_of, mesh is None, None, precision, **options, cluster=machine, optimizer=optimizer
     )
     machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, machine.device)

@@ -17,6 +17,7 @@ from shardgraph.cli.options import (
     Json,
     LossChunk,
     Memory,
+    Mesh,
     Model,
     Offload,
     Optimizer,
@@ -26,6 +27,7 @@ from shardgraph.cli.options import (
     Sequence,
     Settings,
     file_to_write,
+    mesh_of,
     picture_to_write,
 )
 from shardgraph.cli.output import result, working
@@ -37,6 +39,7 @@ def plan(
     model: Model,
     cluster: ClusterName = None,
     devices: Devices = None,
+    mesh: Mesh = None,
     memory: Memory = None,
     global_batch: GlobalBatch = None,
     batch: Batch = None,
@@ -61,6 +64,7 @@ def plan(
         **job.call,
         cluster=cluster,
         devices=devices,
+        mesh=mesh_of(mesh),
         memory=memory,
         global_batch=global_batch,
         optimizer=optimizer,

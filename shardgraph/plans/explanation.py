@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shardgraph.plans.annotations.kinds import offload
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.sizes import format_bytes, format_seconds
@@ -31,7 +32,7 @@ def comparison_table(considered: Sequence[Candidate]) -> list[list[str]]:
     rows = [["plan", "mesh", "recomputed", "memory", "a sample", "why"]]
     for each in considered:
         cells = [format_bytes(each.memory), format_seconds(each.per_sample), _verdict(each, considered[0])]
-        rows.append([each.name, _division(each), each.recompute, *cells])
+        rows.append([each.name, _division(each, considered[0]), each.recompute, *cells])
     return rows
 
 
@@ -69,21 +70,26 @@ def _cells(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     total = candidate.seconds or 1.0
     shares = (f"{seconds / total:.0%}" for seconds in (candidate.compute, candidate.exposed, candidate.bubble))
     costs = format_bytes(candidate.memory), format_seconds(candidate.per_sample)
-    return (candidate.name, _division(candidate), candidate.recompute, *costs, *shares, _verdict(candidate, best))
+    return (candidate.name, _division(candidate, best), candidate.recompute, *costs, *shares, _verdict(candidate, best))
 
 
-def _division(candidate: Candidate) -> str:
-    """The mesh, microbatches, schedule and what is in host memory."""
+def _division(candidate: Candidate, best: Candidate) -> str:
+    """The mesh, microbatches, schedule and what is in host memory; and the precision, if it is not that of the best."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
     mesh += f", {candidate.microbatches} microbatches" if candidate.microbatches > 1 else ""
-    return mesh + (_ways(candidate.plan) if candidate.plan is not None else "")
+    if candidate.plan is None:
+        return mesh
+    other = best.plan is not None and candidate.plan.precision != best.plan.precision
+    return mesh + _ways(candidate.plan) + (f", {str(candidate.plan.precision) or 'dtypes as stored'}" if other else "")
 
 
 def _ways(plan: Any) -> str:
     """The schedule of a plan's stages, whether its loss is in chunks, and what it keeps in host memory."""
     schedule = f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
     schedule += ", loss in chunks" if plan.loss_chunk is not None else ""
-    return schedule + (f", {plan.offload} on the host" if plan.offload != NOTHING else "")
+    some = any(isinstance(annotation, offload) for _, annotation in plan.annotations)
+    away = str(plan.offload) if plan.offload != NOTHING else "what some layers save" if some else ""
+    return schedule + (f", {away} on the host" if away else "")
 
 
 def _verdict(candidate: Candidate, best: Candidate) -> str:

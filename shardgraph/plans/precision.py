@@ -93,7 +93,7 @@ class Precision:
             raise PlanError(
                 f"there is no precision {precision!r}; there are 'bf16', "
                 "'fp16' and 'fp8', and shardgraph.Precision(parameters=..., reduce=...)"
-                f"{nearest(str(precision), [*_SHORT, 'fp8'])}"
+                f"{nearest(str(precision), ['bf16', 'fp16', 'fp8'])}"
             )
         return cls(name, reduce="float32")
 

@@ -141,7 +141,8 @@ def search(
     if within.cut:
         remarks.append(f"the limit of {format_seconds(limit or 0.0)} ended the search: other layouts may be faster")
     else:
-        remarks += [*what_if(estimates, estimated, budget, machine, batches), *finals.alike()]
+        remarks += what_if(estimates, estimated, budget, machine, batches, free_mesh=question.free_mesh)
+        remarks += finals.alike()
     count = len(finals.layouts.union(layout for layout, _ in estimated))
     if finals.fits or within.cut:
         return Found(finals.ranked(), count, remarks)
@@ -158,7 +159,7 @@ def _on_more(
         if (machine := with_devices(question.machine, times * ranks)).world_size < times * ranks:
             break  # there is no network between nodes
         plan = replace(question.plan, mesh=(("dp", times * ranks),))
-        larger = replace(source, question=replace(question, plan=plan, cluster=machine))
+        larger = replace(source, question=replace(question, plan=plan, cluster=machine, free_mesh=True))
         estimates = Estimates(larger, budget, pipelines, own_batches, limit)
         finals = Finals(larger, estimates, budget, limit)
         for estimated in (estimates.all, estimates.offloaded):
@@ -326,9 +327,9 @@ class Finals:
         return bool(off) and guess.memory * min(off) > self._budget
 
     def _saves_needlessly(self, layout: Layout) -> bool:
-        """Whether what fits is the same layout, but that it does less to save memory; or that it has fewer, larger calls
-        in a step. These take no longer: an operation costs an overhead and then its work, and what is sent after each
-        call is sent once."""
+        """Whether what fits is the same layout, but does less to save memory; or has fewer, larger calls in a step.
+        These take no longer: an operation costs an overhead and then its work, and what is sent after each call is
+        sent once."""
         fitting = self._fitting
         plain = layout.plain_in_memory
         if layout != plain and plain in fitting:

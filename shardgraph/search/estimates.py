@@ -19,7 +19,7 @@ from shardgraph.search.depths import PLACED
 from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
-from shardgraph.search.layouts import Layout, layouts
+from shardgraph.search.layouts import Layout, layouts, layouts_on
 from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.source import Source
 from shardgraph.search.ways import OFFLOADS
@@ -58,6 +58,7 @@ class Estimates:
         self._source, self._question, self._budget, self._pipelines = source, source.question, budget, pipelines
         self._limit, self._fits = limit, False
         self._own_batches, self._recomputations = own_batches, source.recomputations
+        self._mesh = None if self._question.free_mesh else self._question.plan.mesh
         self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
         self._stack = None if source.depths is None else source.depths.stack
         self._units = 0 if self._stack is None else self._stack.units
@@ -65,6 +66,9 @@ class Estimates:
         machine = source.question.machine
         ranks = source.question.plan.world_size
         self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.devices_per_node]
+        degrees = {layout.degree for layout in self._layouts(ranks, machine, pipelines)} if self._mesh else set()
+        if 1 < max(degrees, default=1) <= machine.devices_per_node:
+            self._degrees = sorted(degrees)
         self._costs = CostTable(source, max(self._degrees, default=1))
         self.remarks = self._costs.remarks
         stack = source.stack_of_equal_layers
@@ -86,7 +90,7 @@ class Estimates:
         ``bound`` of those that recompute nothing are seconds per sample: what is estimated to take longer is not
         estimated with more recomputed, which would take longer still.
         """
-        free = layouts(ranks, machine, self._units, pipelines=self._pipelines, axes=self._axes)
+        free = self._layouts(ranks, machine, self._pipelines)
         every = [layout for layout in free if layout.ep == 1 or self._divides_experts(layout.ep)]
         inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
         beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
@@ -99,6 +103,12 @@ class Estimates:
                 what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
                 self.remarks[f"{what}: {self._why_not}"] = None
         return _fastest_first(self._with_smaller(estimated, machine))
+
+    def _layouts(self, ranks: int, machine: Cluster, pipelines: bool) -> Iterator[Layout]:
+        """All layouts of the mesh that is asked for; of any mesh if none is."""
+        if self._mesh is not None:
+            return layouts_on(self._mesh, self._units, pipelines=pipelines)
+        return layouts(ranks, machine, self._units, pipelines=pipelines, axes=self._axes)
 
     @property
     def left_out(self) -> Iterator[str]:
@@ -124,7 +134,7 @@ class Estimates:
         """All layouts without stages that keep something in host memory, the fastest first."""
         if not self._may_offload(machine):
             return []
-        every = layouts(ranks, machine, self._units, pipelines=False, axes=self._axes)
+        every = self._layouts(ranks, machine, pipelines=False)
         divided = [layout for layout in every if layout.degree in (1, *self._degrees)]
         offloaded = [replace(layout, offload=what) for layout in divided for what in OFFLOADS]
         return _fastest_first(self._estimated(offloaded, machine, batches))

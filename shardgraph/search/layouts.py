@@ -191,6 +191,23 @@ def layouts(
                     yield from _data(base, ranks // stages // degree, max(1, inside // degree))
 
 
+def layouts_on(mesh: Mesh, layers: int, *, pipelines: bool) -> Iterator[Layout]:
+    """Likewise all that have this mesh, whatever its sizes; none if its axes are not those of :attr:`Layout.mesh`."""
+    sizes = dict(mesh)
+    stages, replicate = sizes.get("pp", 1), sizes.get("dp_replicate", 1)
+    if stages > (max(1, layers) if pipelines else 1):
+        return
+    for staged in _staged(stages, layers):
+        base = staged
+        for axis in ("ep", "cp", "tp"):
+            base = base.along(axis, sizes.get(axis, 1))
+        if replicate > 1:
+            of_data = iter([replace(base, replicate=replicate, shard=sizes.get("dp_shard", 1))])
+        else:
+            of_data = _data(base, sizes.get("dp", 1), 1)
+        yield from (layout for layout in of_data if layout.mesh == mesh)
+
+
 def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> Iterator[Layout]:
     """The model divided along each axis; and where that fills a node, or several, also along two together."""
     yield from (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,6 +15,8 @@ from shardgraph.search.auto import Found, search
 from shardgraph.search.batches import Batches
 from shardgraph.search.exact import Priced, cheapest, in_other_buckets
 from shardgraph.search.fitting import advice, described
+from shardgraph.search.layouts import layouts_on
+from shardgraph.search.question import Question
 from shardgraph.search.source import Source
 from shardgraph.sizes import format_bytes, format_seconds
 
@@ -34,9 +36,10 @@ def choose_plan(
 ) -> Plan:
     """The plan with the least predicted time per sample whose predicted peak fits; ties go to the smaller peak.
 
-    On a free mesh all layouts of its ranks are searched (:mod:`.auto`), otherwise the presets that suit the mesh. A
-    step has ``total`` samples; None: the call's on every data rank. Placements of operators, and where stages begin,
-    are left open. The other arguments are those of :func:`.auto.search`.
+    On a free mesh all layouts of its ranks are searched (:mod:`.auto`), else those of the question's mesh, with which
+    presets are compared that suit it otherwise. A step has ``total`` samples; None: the call's on every data rank.
+    Placements of operators, and where stages begin, are left open. The other arguments are those of
+    :func:`.auto.search`.
 
     Raises:
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
@@ -45,13 +48,20 @@ def choose_plan(
     source = source.of_few_layers
     question = source.question
     budget = question.budget
-    if question.free_mesh:
+    found = Found((), 0, ())
+    if question.free_mesh or _has_layouts(question, pipelines):
         batches = Batches(max(1, source.call.batch), total)
         found = search(source, batches, budget, pipelines=pipelines, own_batches=own_batches, limit=limit, show=show)
-    else:
+    if not question.free_mesh and total is None and "pp" not in dict(question.plan.mesh):
         show("the presets")
-        found = _on(source, _presets(question.plan.mesh), budget)
+        found = _with_presets(found, source, budget)
     if total is not None:
+        if not found.estimated and not question.free_mesh:
+            raise PlanError(
+                f"no layout on the mesh {dict(question.plan.mesh)} can divide steps of {total} samples: layouts have "
+                "the axes 'pp', 'dp' or 'dp_replicate' and 'dp_shard', 'ep', 'cp' and 'tp', outermost first, each with "
+                "more than one rank; stages need a stack of equal layers, and each data rank equally many samples"
+            )
         if not found.estimated and total % question.plan.world_size:
             raise PlanError(
                 f"steps of {total} samples cannot be divided over the data ranks of any layout of "
@@ -61,9 +71,25 @@ def choose_plan(
     return _chosen(source, found, budget)
 
 
-def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
-    """The prices of plans, each with the least recomputation with which it fits."""
+def _has_layouts(question: Question, pipelines: bool) -> bool:
+    """Whether there are layouts on the question's mesh; one of stages must be asked for by name if the caller does not
+    search such.
+
+    Raises:
+        PlanError: it has an axis of stages, and pipelines are not searched.
+    """
+    mesh = question.plan.mesh
+    if not pipelines:
+        refuse_pipeline(mesh)
+    return any(layouts_on(mesh, question.plan.world_size, pipelines=pipelines))
+
+
+def _with_presets(found: Found, source: Source, budget: int) -> Found:
+    """What was found with the prices of the presets of its mesh that it has none of, each with the least recomputation
+    with which it fits."""
     question = source.question
+    known = {each.plan.name for each in found.priced}
+    plans = [plan for plan in _presets(question.plan.mesh) if plan.name not in known]
     priced, refused = [], []
     for plan in plans:
         for recompute in source.recomputations:
@@ -77,15 +103,21 @@ def _on(source: Source, plans: Sequence[Plan], budget: int) -> Found:
                 break
     if priced:
         priced += in_other_buckets(source, min(priced, key=lambda each: each.rank(budget)), budget)
-    priced.sort(key=lambda each: each.rank(budget))
-    return Found(priced, len(plans), list(dict.fromkeys(refused)))
+    every = sorted([*found.priced, *priced], key=lambda each: each.rank(budget))
+    return replace(
+        found,
+        priced=every,
+        estimated=found.estimated + len(plans),
+        remarks=list(dict.fromkeys([*found.remarks, *refused])),
+    )
 
 
 def _chosen(source: Source, found: Found, budget: int) -> Plan:
     """The best of what was found, with its reasons."""
     if not found.priced:
         reasons = "".join(f"\n  {remark}" for remark in found.remarks)
-        raise PlanError(f"no plan can be as the model is annotated:{reasons}")
+        on = "" if source.question.free_mesh else f" on the mesh {dict(source.question.plan.mesh)}"
+        raise PlanError(f"no plan{on} can be as the model is annotated:{reasons}")
     best = found.priced[0]
     if best.memory > budget:
         raise PlanError(
@@ -119,10 +151,8 @@ def _distinct(found: Found) -> list[Priced]:
 def _presets(mesh: Mesh) -> list[Plan]:
     """The presets that suit a mesh, without those that leave ranks unused (``single``).
 
-    If an axis has the name that presets use for sharding operators or experts, only presets that do so. An axis with
-    the name of a pipeline's raises a ``PlanError``: a pipeline must be requested by name.
+    If an axis has the name that presets use for sharding operators or experts, only presets that do so.
     """
-    refuse_pipeline(mesh)
     names = list(PRESETS)
     if divided := {axis for styles in DIVIDING.values() for axis in styles} & set(dict(mesh)):
         dividing = [name for name, styles in DIVIDING.items() if set(styles) == divided]

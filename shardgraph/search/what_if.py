@@ -16,9 +16,16 @@ _SAME = 0.002  # less is no change
 
 
 def what_if(
-    estimates: Estimates, estimated: Sequence[Estimated], budget: int, cluster: Cluster, batches: Batches
+    estimates: Estimates,
+    estimated: Sequence[Estimated],
+    budget: int,
+    cluster: Cluster,
+    batches: Batches,
+    *,
+    free_mesh: bool,
 ) -> Iterator[str]:
-    """Sentences about the best estimate under each change, compared with the best of ``estimated``, as things are."""
+    """Sentences about the best estimate under each change, compared with the best of ``estimated``, as things are; one
+    more node is a change if the mesh is free."""
     if (best := _best(estimated, budget)) is None:
         return
     with_more = estimates.within(budget + _GIB, estimated, cluster)
@@ -37,6 +44,8 @@ def what_if(
         again = [(layout, guess) for layout in left if (guess := estimates.again(layout, other)) is not None]
         yield f"with {name} twice as fast: {_compared(_best(again, budget), best)}"
     ranks = best[0].ranks
+    if not free_mesh:
+        return
     more = ranks + cluster.devices_per_node
     if cluster.inter is not None and ranks == cluster.world_size:
         larger = replace(cluster, nodes=cluster.nodes + 1)
