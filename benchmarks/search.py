@@ -182,7 +182,9 @@ def report_published(rows: Sequence[str]) -> None:
         apart = best.seconds * doubt < published.seconds / doubt
         clear += apart
         between = (f"{seconds / doubt:.2f} to {seconds * doubt:.2f} s" for seconds in (published.seconds, best.seconds))
-        print(f"{'':<10}expected {' and '.join(between)}"
+        away = any(isinstance(each, shardgraph.offload) for _, each in found.annotations)
+        away = "all layers" if found.offload.activations else "some layers" if away else ""
+        print(f"{'':<10}expected {' and '.join(between)}{f'; {away} save on the host' if away else ''}"
               f"{', which is apart: ' + _reason(published, best) if apart else ''}")  # fmt: skip
     if ratios:
         print(
