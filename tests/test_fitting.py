@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,26 @@ def test_what_takes_no_less_memory_is_no_way_to_fit():
     source = source_of(Net(), INPUTS)
     smallest = price(source, shardgraph.preset("ddp", {"dp": 2}), GIB)
     assert "devices" not in advice(source, smallest, GIB)  # on which parameters are replicated too
+
+
+def test_what_is_live_at_the_peak_is_told_by_name():
+    with torch.device("meta"):
+        source = source_of(Words(), (torch.zeros(64, 64), torch.zeros(64, dtype=torch.long)))
+    smallest = price(source, shardgraph.preset("ddp", {"dp": 2}), GIB)
+    where, *kinds = (line.strip() for line in advice(source, smallest, GIB).splitlines()[1:5])
+    assert where == "at its peak, in the optimizer, adamw:"
+    weights = 64 * 40_000 * 4 / 2**20
+    assert kinds[0].endswith(f" optimizer state, of which head.weight {2 * weights:.1f} MiB")
+    assert kinds[2].endswith(f" parameters, of which head.weight {weights:.1f} MiB")
+
+
+def test_what_equal_layers_save_is_told_together():
+    source = source_of(llama(12), kwargs=text(16))
+    plan = shardgraph.preset("ddp", {"dp": 2})
+    smallest = price(source, plan, GIB)
+    where, saved = advice(source, smallest, GIB).splitlines()[1:3]
+    assert re.search(r"in backward, _log_softmax_backward_data.default \(.*loss_utils.py:\d+\):$", where)
+    assert re.search(r" saved, of which model.layers.\*.self_attn [\d.]+ MiB, model.layers.\*.", saved)
 
 
 def test_what_a_pipeline_holds_at_its_peak_is_told():

@@ -81,6 +81,12 @@ class Priced:
         )
 
 
+def analysed(source: Source, plan: Plan, budget: int) -> Analysis | PipelineAnalysis:
+    """The analysis that the price of a plan is from; arguments and errors are those of :func:`price`."""
+    _, analysis, _ = _analysed(source, plan, budget, True)
+    return analysis
+
+
 def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whole: bool = True) -> Priced:
     """The price of ``plan`` for the call of ``source``; a step has ``accumulated`` calls on each rank.
 

@@ -12,8 +12,10 @@ from shardgraph.capture.capture import own_loss
 from shardgraph.errors import ShardGraphError
 from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.plans.plan import Plan
+from shardgraph.report.analysis import Analysis
+from shardgraph.report.names_at_peak import kinds_at_peak, place_of_peak
 from shardgraph.search.depths import PLACED
-from shardgraph.search.exact import Priced, price
+from shardgraph.search.exact import Priced, analysed, price
 from shardgraph.search.source import Source
 from shardgraph.search.ways import Way, lines_of, options_left
 from shardgraph.sizes import format_bytes
@@ -35,13 +37,19 @@ def advice(source: Source, smallest: Priced, budget: int, larger: Priced | None 
             priced = price(of, changed, budget, accumulated)
             ways.append(Way(what, priced.memory, priced.per_sample))
     ways = [way for way in ways if way.memory < smallest.memory]
-    lines = f"at its peak: {_kinds(smallest)}", *lines_of(ways, budget, "per sample")
+    lines = *_at_peak(source, plan, smallest, budget), *lines_of(ways, budget, "per sample")
     return "".join(f"\n  {line}" for line in lines)
 
 
-def _kinds(priced: Priced) -> str:
-    largest = sorted(priced.live.items(), key=lambda kind: -kind[1])
-    return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in largest[:4])
+def _at_peak(source: Source, plan: Plan, smallest: Priced, budget: int) -> Iterator[str]:
+    """What is live at the peak, by name where the plan has no stages."""
+    analysis = analysed(source, plan, budget)
+    if isinstance(analysis, Analysis):
+        yield f"at its peak, {place_of_peak(analysis)}:"
+        yield from (f"  {line}" for line in kinds_at_peak(smallest.live, analysis, source.question.shapes))
+    else:
+        largest = sorted(smallest.live.items(), key=lambda kind: -kind[1])
+        yield f"at its peak: {', '.join(f'{format_bytes(nbytes)} {kind}' for kind, nbytes in largest[:4])}"
 
 
 def described(plan: Plan) -> str:
