@@ -70,11 +70,13 @@ class Program:
         """Constrain ``row`` to the range ``low`` to ``high``. ``name`` is for messages and need not be unique."""
         self._constraints.append((name, row, low, high))
 
-    def solve(self, *, limit: float, gap: float = 0.0) -> Solution:
+    def solve(self, *, limit: float, gap: float = 0.0, nodes: int | None = None) -> Solution:
         """The values that minimise the objective.
 
         Args:
             limit: seconds after which the best solution so far is taken.
+            nodes: nodes of the search after which it is, whatever else the machine does: the same program has the same
+                solution.
             gap: the relative gap to the optimum at which a solution is accepted.
 
         Raises:
@@ -83,7 +85,7 @@ class Program:
         costs = np.array([cost for cost, *_ in self._variables])
         scale = np.abs(costs).max(initial=0.0) or 1.0
         # The solver's tolerances are absolute, so costs are scaled: the largest becomes 1e6.
-        result = self._result(costs / scale * 1e6, limit, gap)
+        result = self._result(costs / scale * 1e6, limit, gap, nodes)
         if result.x is None:
             timed_out = result.status != _INFEASIBLE
             raise NoSolution(() if timed_out else self._contradiction(limit), limit, timed_out)
@@ -108,7 +110,7 @@ class Program:
             names = [name for name, slack in slacks if result.x[slack] > _SLACK]
         return tuple(dict.fromkeys(names))[:_NAMED]
 
-    def _result(self, costs: np.ndarray, limit: float, gap: float) -> OptimizeResult:
+    def _result(self, costs: np.ndarray, limit: float, gap: float, nodes: int | None = None) -> OptimizeResult:
         constraints = []
         if self._constraints:
             _, coefficients, lows, highs = zip(*self._constraints, strict=True)
@@ -123,5 +125,5 @@ class Program:
                 integrality=np.array(integer, dtype=int),
                 bounds=Bounds(np.array(lows), np.array(highs)),
                 constraints=constraints,
-                options={"mip_rel_gap": gap, "time_limit": limit},
+                options={"mip_rel_gap": gap, "time_limit": limit} | ({"node_limit": nodes} if nodes else {}),
             )

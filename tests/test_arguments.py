@@ -340,7 +340,7 @@ MAY: dict[str, Callable[[Any], bool]] = {
     **_named(_bool, "divide_by_initial_world_size enable throw_on_early_termination set_to_none mode all_ranks"),
     **_named(_bool, "update_smoothing"),
     **_named(callable, "hook filter_params_fn loss_fn fn outer optim init_method auto_wrap_policy"),
-    **_named(_sequence, "modules stages balance among args remarks considered replicas devices"),
+    **_named(_sequence, "modules stages balance among args remarks considered replicas devices bounds"),
     **_named(_dtype, "dtype outputs buffers reduce products broadcast_dtype compute_dtype buffer_dtype"),
     **_named(_device, "device offload_device compute_device state_dict_device"),
     **_named(_part, "decay overlap smoothing momentum slowmo_momentum"),

@@ -252,6 +252,7 @@ precision: {parameters: bfloat16, inputs: true}
 offload: {activations: true}
 considered: [{name: a, mesh: {dp: 2}, memory: 5, seconds: 1.0, fits: true}]
 remarks: [b]
+bounds: {fsdp on dp=4: 0.5}
 parameters: {'*': {placements: [shard(0), auto], gradient: reduce_scatter, reshard_after_forward: true}}
 """
 ).to_yaml()

@@ -338,6 +338,17 @@ def test_analyze_plans_too():
     assert analysis.peak_memory == analysis.plan.considered[0].memory
 
 
+def test_every_mesh_that_was_not_priced_has_a_bound():
+    """None of them is faster than the plan that was chosen, or by no more than the remarks say."""
+    found = shardgraph.plan(llama(12), example_kwargs=text(8), cluster="H100", devices=64)
+    seconds = [least for _, least in found.bounds]
+    assert len(seconds) > 4 and seconds == sorted(seconds)
+    assert f"(and {len(seconds) - 4} more, with explain(bounds=True))" in found.explain()
+    told = found.explain(bounds=True).splitlines()[-len(seconds) :]
+    assert [line.split(maxsplit=2)[2] for line in told] == [where for where, _ in found.bounds]
+    assert Plan.from_yaml(found.to_yaml()).bounds == found.bounds
+
+
 def test_a_mesh_that_is_given_is_searched():
     """Of all that is searched without it, only other meshes are left out."""
     with torch.device("meta"):

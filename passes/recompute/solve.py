@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from shardgraph.passes.milp import NoSolution, Program
 from shardgraph.passes.recompute.problem import Class, RecomputeProblem
 
-_GAP, _LIMIT = 1e-3, 3.0  # relative gap, and seconds of search, at which the incumbent is accepted
+_GAP, _NODES = 1e-3, 1500  # relative gap, and nodes of search (about two seconds), at which the incumbent is accepted
+_LIMIT = 60.0  # seconds of search, on the slowest of machines
 
 
 @dataclass(frozen=True)
@@ -75,5 +76,5 @@ def _solve(problem: RecomputeProblem, bound: float | None) -> Counts:
     if bound is not None:
         row = {variable: problem.nbytes[result] / most_bytes for result, variable in kept.items()}
         program.constrain("bytes kept", row, high=bound / most_bytes)
-    solution = program.solve(limit=_LIMIT, gap=_GAP)
+    solution = program.solve(limit=_LIMIT, gap=_GAP, nodes=_NODES)
     return Counts({key: round(solution.values[variable]) for key, variable in again.items()}, solution.gap)

@@ -43,7 +43,8 @@ from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import Option, operands
 from shardgraph.passes.sharding.placements import PARTIAL
 
-_LIMIT = 120.0  # seconds of search
+_NODES = 1000  # of search; most programs take one
+_LIMIT = 120.0  # seconds of search, on the slowest of machines
 _EARLY = 1 + 1e-5  # for a choice among equals: what a reduction costs that is not left to the end
 
 
@@ -77,7 +78,7 @@ class Placements(ABC):
     def solve(self) -> tuple[dict[fx.Node, Option], float]:
         """The option of every node that minimizes total time, and the gap (:mod:`shardgraph.passes.milp`).
 
-        After 120 seconds the best solution so far is returned.
+        After 1,000 nodes of the search, or 120 seconds, the best solution so far is returned.
 
         Raises:
             PlanError: the constraints are infeasible, and the message names the contradiction; or no solution was found
@@ -94,7 +95,7 @@ class Placements(ABC):
         for use in uses:
             self._add_flows(program, moves, use)
         try:
-            solution = program.solve(limit=_LIMIT)
+            solution = program.solve(limit=_LIMIT, nodes=_NODES)
         except NoSolution as error:
             raise PlanError(
                 f"no placement of the operators meets all constraints: {error}. Take back an annotation, or a "

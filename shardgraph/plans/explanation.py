@@ -27,6 +27,13 @@ def reasons(name: str, considered: Sequence[Candidate], remarks: Sequence[str]) 
     return "\n".join(lines)
 
 
+def bounds_told(bounds: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """A line for each mesh that was not priced, with what a sample takes at least there."""
+    if bounds:
+        yield "\n  not priced, and by their estimates less the error of estimates per sample at least"
+    yield from (f"    {format_seconds(seconds):>8}  {where}" for where, seconds in bounds)
+
+
 def comparison_table(considered: Sequence[Candidate]) -> list[list[str]]:
     """The candidates as cells of a table, the heads first; the chosen candidate is the first."""
     rows = [["plan", "mesh", "recomputed", "memory", "a sample", "why"]]

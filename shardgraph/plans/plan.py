@@ -16,6 +16,7 @@ import torch
 from shardgraph.arguments import (
     ANYTHING,
     NONE,
+    NOT_NEGATIVE,
     PATH,
     TEXT,
     WHOLE,
@@ -34,7 +35,7 @@ from shardgraph.plans.annotations import kinds
 from shardgraph.plans.annotations.match import Annotated, annotations_by_name, matches, written
 from shardgraph.plans.batch import Batch, divided
 from shardgraph.plans.candidate import Candidate
-from shardgraph.plans.explanation import explained
+from shardgraph.plans.explanation import bounds_told, explained
 from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.parameter_plan import AUTO, GRADIENTS, OWN, REPLICATE, SHARD, ParameterPlan
 from shardgraph.plans.pipeline_plan import Pipeline
@@ -113,6 +114,8 @@ class Plan:
         The candidates that it was chosen from, if it was, and itself among them; see :meth:`explain`.
     ``remarks``
         What the search found out beside: what was not searched, and what other devices would do. For display only.
+    ``bounds``
+        Plans by name and mesh that were not priced, with the seconds that a sample takes at least. For display only.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Plan:
     considered: tuple[Candidate, ...] = ()
     remarks: tuple[str, ...] = ()
     schema: int = SCHEMA
+    bounds: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "plan: ", **_FIELDS)
@@ -323,9 +327,11 @@ class Plan:
         others = [each for each in self.considered[1:] if each.fits and each.plan is not None]
         return tuple(each.plan for each in others)
 
-    def explain(self) -> str:
-        """Why the plan was chosen: the predicted costs of all candidates, and what was found out beside, as text."""
-        return explained(self.name, self.note, self.division, self.considered, self.remarks)
+    def explain(self, *, bounds: bool = False) -> str:
+        """Why the plan was chosen: the predicted costs of all candidates, and what was found out beside, as text; with
+        ``bounds``, also what a sample takes at least on each mesh that was not priced."""
+        why = explained(self.name, self.note, self.division, self.considered, self.remarks)
+        return "\n".join([why, *bounds_told(self.bounds)]) if bounds else why
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the plan as text, and why it was chosen, if it was."""
@@ -440,6 +446,7 @@ _FIELDS = {
     "note": of_plan(TEXT),
     "considered": sequence_of("candidates", instance("", Candidate)),
     "remarks": sequence_of("texts", TEXT),
+    "bounds": _pairs("a plan's name and mesh and its seconds", NOT_NEGATIVE),
     "schema": of_plan(WHOLE),
 }
 

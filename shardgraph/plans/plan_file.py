@@ -52,6 +52,7 @@ def _data(plan: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         "offload": _written(plan["offload"]),
         "considered": [_candidate(candidate) for candidate in plan["considered"]],
         "remarks": list(plan["remarks"]),
+        "bounds": dict(plan["bounds"]),
         "parameters": {
             pattern: _written(entry, ("placements", "gradient", "reshard_after_forward"))
             for pattern, entry in plan["parameters"]
@@ -294,5 +295,6 @@ _PLAN = {  # in the order in which they are written
     "activations": _Field(dict, "a mapping of 'call' and mesh axes to the placements of operations", _activations),
     "considered": _Field(list, "a list of the candidates that were compared", _considered),
     "remarks": _Field(list, "a list of texts", tuple),
+    "bounds": _Field(dict, "a mapping of plans and their meshes to seconds", _pairs),
     "parameters": _Field(dict, "a mapping of name patterns to the plans of those parameters", _parameters),
 }

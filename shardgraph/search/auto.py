@@ -85,19 +85,24 @@ _OF_SMALL = 48
 """Layouts of a small model that are priced exactly at most, whether one fits or none: estimates know less of it."""
 
 
+Bounds = tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True)
 class Found:
     """The answer of a search: exactly priced plans, those that fit first, and of these the fastest.
 
     ``estimated`` is the number of layouts with an estimate or a price. ``remarks`` are what was not searched and why,
     how far estimates were from exact prices, and what other devices would do. If nothing fits, ``larger`` is the best
-    plan for twice as many devices, or for as many times two of them as it takes.
+    plan for twice as many devices, or for as many times two of them as it takes. ``bounds`` are the least seconds per
+    sample of meshes with layouts that were not priced, the least first.
     """
 
     priced: Sequence[Priced]
     estimated: int
     remarks: Sequence[str]
     larger: Priced | None = None
+    bounds: Bounds = ()
 
 
 def search(
@@ -145,7 +150,7 @@ def search(
         remarks += finals.alike()
     count = len(finals.layouts.union(layout for layout, _ in estimated))
     if finals.fits or within.cut:
-        return Found(finals.ranked(), count, remarks)
+        return Found(finals.ranked(), count, remarks, bounds=finals.bounds(estimated))
     show("more devices")
     return Found(finals.ranked(), count, remarks, _on_more(source, batches, budget, pipelines, own_batches, within))
 
@@ -264,24 +269,32 @@ class Finals:
         if ratios:
             yield f"estimates were {min(ratios):.3f} to {max(ratios):.3f} of the exact prices"
         left = [pair for pair in estimated if pair[0] not in self._priced]
-        fitting = [pair for pair in left if self.may_fit(*pair) and not self._saves_needlessly(pair[0])]
+        fitting = self._left(estimated)
         if left:
             why = "as they do not fit, or save memory that they need not"
             without = f", {len(left) - len(fitting)} of them {why}" if len(fitting) < len(left) else ""
             yield f"{'1 layout was' if len(left) == 1 else f'{len(left)} layouts were'} not priced exactly{without}"
         if fitting and (best := self._best) is not None:
-            yield from self._bounds(fitting, best)
+            yield from self._least_bounds(self.bounds(estimated), best)
 
-    def _bounds(self, left: Sequence[Estimated], best: Priced) -> Iterator[str]:
+    def _left(self, estimated: Sequence[Estimated]) -> list[Estimated]:
+        """What was not priced, though it may fit."""
+        left = (pair for pair in estimated if pair[0] not in self._priced)
+        return [pair for pair in left if self.may_fit(*pair) and not self._saves_needlessly(pair[0])]
+
+    def bounds(self, estimated: Sequence[Estimated]) -> Bounds:
         """What layouts that were not priced take at least, by mesh, if they fit."""
         bounds: dict[str, float] = {}
-        for layout, guess in left:
+        for layout, guess in self._left(estimated):
             where = f"{layout.name} on {' x '.join(f'{axis}={size}' for axis, size in layout.mesh)}"
             bounds[where] = min(self._least(layout, guess), bounds.get(where, math.inf))
-        ordered = sorted(bounds.items(), key=lambda each: each[1])
-        least = ", ".join(f"{format_seconds(seconds)} for {where}" for where, seconds in ordered[:_BOUNDS])
-        yield f"by their estimates less the error of estimates they take per sample at least {least}"
-        gain = 1 - ordered[0][1] / best.per_sample
+        return tuple(sorted(bounds.items(), key=lambda each: each[1]))
+
+    def _least_bounds(self, bounds: Bounds, best: Priced) -> Iterator[str]:
+        least = ", ".join(f"{format_seconds(seconds)} for {where}" for where, seconds in bounds[:_BOUNDS])
+        more = f" (and {len(bounds) - _BOUNDS} more, with explain(bounds=True))" if len(bounds) > _BOUNDS else ""
+        yield f"by their estimates less the error of estimates they take per sample at least {least}{more}"
+        gain = 1 - bounds[0][1] / best.per_sample
         yield (
             f"so none of them is more than {gain:.1%} faster than the chosen one"
             if gain > 0

@@ -137,7 +137,7 @@ def _chosen(source: Source, found: Found, budget: int) -> Plan:
     if gap := max(each.gap for each in found.priced if each.plan.recompute == best.plan.recompute):
         remarks.append(f"of as few saved bytes another recomputation may take {gap:.2%} less, the gap of its program")
     considered = tuple(each.candidate(budget, place <= _ALTERNATIVES) for place, each in enumerate(_distinct(found)))
-    return replace(best.plan, note=note, considered=considered, remarks=tuple(remarks))
+    return replace(best.plan, note=note, considered=considered, remarks=tuple(remarks), bounds=found.bounds)
 
 
 def _distinct(found: Found) -> list[Priced]:
