@@ -166,16 +166,25 @@ class _Estimate:
             called = _LOADS * self.cluster.device.call * part.tensors
             forward = max(forward, copied, part.called + called)
             backward = max(backward, copied, part.called_back + called)
+        forward += 0.0 if self._gathers_once else part.cast / self._sharded
+        backward += self._cast_again(part)
         copied = self._away * scale / self.cluster.device.linked_host.link.bandwidth if self._away else 0.0
         forward, backward = max(forward, copied), max(backward, copied)
         fsdp = self.layout.data == "fsdp"
-        gathers = self._gather(part) if fsdp or not staged else 0.0
+        gathers = 0.0 if self._gathers_once else self._gather(part)
         again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0
         reductions = 0.0 if staged else self._reduction(part)
         forward += self._copies(part, gathers)
         backward += self._copies(part, again) + self._copies(part, reductions)
         first, last = (0.0, 0.0) if staged else (self._gather(self.costs.head), self._reduction(self.costs.head))
         return self._beside(forward, gathers, first), self._beside(backward, again + reductions, last)
+
+    def _cast_again(self, part: Part) -> float:
+        """Seconds to cast in backward what is gathered again."""
+        if self.layout.data != "fsdp" or not part.cast:
+            return 0.0
+        started = compute.seconds(self.cluster.device, "pointwise", "", 0.0, 0.0)
+        return part.cast / self._sharded + part.tensors * started
 
     def _beside(self, computation: float, communication: float, end: float) -> float:
         """Seconds of a half whose communication overlaps with computation, but for the first or the last of it: a
@@ -203,7 +212,8 @@ class _Estimate:
         if self.layout.stages == 1:
             on_device, on_host = (0.0, nbytes) if self._on_host else (nbytes, 0.0)
             return update + seconds_of_calls(device, self.layout.microbatches, on_device, on_host)
-        return update + self._reduction(whole) + (self._gather(whole) if self.layout.data == "zero2" else 0.0)
+        gathered = self._gather(whole) + whole.cast / self._sharded if self._gathers_once else 0.0
+        return update + self._reduction(whole) + gathered
 
     def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:
         """Seconds to gather, scatter or reduce tensors of a part, of ``nbytes`` in full."""
@@ -252,6 +262,11 @@ class _Estimate:
         if axis not in self._groups and axis in dict(self._mesh):
             self._groups[axis] = self.cluster.group_of(self._mesh, axis)
         return self._groups.get(axis)
+
+    @property
+    def _gathers_once(self) -> bool:
+        """Whether all microbatches of a step have the same gathered parameters."""
+        return self.layout.stages > 1 and self.layout.data != "fsdp"
 
     @property
     def _kept(self) -> float:

@@ -10,16 +10,18 @@ other in turns, that is found for a unit of them, one of each kind, of which eac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import fx
 
 from shardgraph.capture.stacks import Stack, layer_of
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
+from shardgraph.ir.attributes import CAST_OF, ROLE
 from shardgraph.passes.analysis.local import shard_bytes
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import Row
@@ -36,9 +38,10 @@ class Part(NamedTuple):
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
     ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations, and
     ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are
-    the seconds of those collectives, in both halves. ``saved`` are bytes kept for backward, ``parameters`` those of the
-    rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and ``reduced`` of
-    their gradients as they are reduced; ``tensors`` is the number of these parameters.
+    the seconds of those collectives, in both halves. ``cast`` are the seconds to cast the rank's part of the parameters
+    to the dtype that they are computed in, which is in neither half. ``saved`` are bytes kept for backward,
+    ``parameters`` those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are
+    computed with and ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
     """
 
     forward: float = 0.0
@@ -48,6 +51,7 @@ class Part(NamedTuple):
     called: float = 0.0
     called_back: float = 0.0
     sent: float = 0.0
+    cast: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
     gathered: float = 0.0
@@ -178,32 +182,51 @@ def _unit(program: Program, analysis: Analysis, stack: Stack) -> Part:
     third, second = (_rows_in(analysis, stack, "backward", unit) for unit in (2, 1))
     back = range(third[-1] + 1, second[-1] + 1) if third and second else range(0)  # if they are trained
     state = _state(program, (fqn for fqn in sorted(program.trained) if _is_in(fqn, stack.unit(2))))
-    return state._replace(saved=saved, **_halves(analysis, range(begin + 1, end + 1), back))
+    return state._replace(saved=saved, **_halves(program, analysis, range(begin + 1, end + 1), back))
 
 
-def _halves(analysis: Analysis, forward: Iterable[int], backward: Iterable[int]) -> dict[str, float]:
+def _halves(program: Program, analysis: Analysis, forward: Iterable[int], backward: Iterable[int]) -> dict[str, float]:
     """The seconds of rows of the two halves, and those that their operations take to be started and called."""
     first, second = ([analysis.rows[place] for place in places] for places in (forward, backward))
+    fixed = _fixed(program, first, second, analysis)
     seconds = {"forward": sum(row.seconds for row in first), "backward": sum(row.seconds for row in second)}
-    return seconds | _fixed(first, second, analysis)
+    return seconds | fixed | {"forward": seconds["forward"] - fixed["cast"]}
 
 
-def _fixed(forward: Sequence[Row], backward: Sequence[Row], analysis: Analysis) -> dict[str, float]:
+def _fixed(program: Program, forward: Sequence[Row], backward: Sequence[Row], analysis: Analysis) -> dict[str, float]:
     """The seconds that operations take whatever the size of a microbatch is."""
     call = analysis.cluster.device.call
+    parameters, gradients = _casts(program)
+    casts = [row for row in forward if row.node in parameters]
+    cast = sum(row.seconds for row in casts) - _started(casts, analysis)
     return {
         "started": _started(forward, analysis),
-        "started_back": _started(backward, analysis),
+        "started_back": _started(backward, analysis, gradients),
         "called": call * len(forward),
         "called_back": call * len(backward),
+        "cast": cast,
     }
 
 
-def _started(rows: Iterable[Row], analysis: Analysis) -> float:
-    """Seconds that operations take before they have done any work."""
+def _casts(program: Program) -> tuple[set[str], set[str]]:
+    """The nodes that cast parameters in forward, and gradients of parameters in backward."""
+
+    def is_parameter(node: fx.Node) -> bool:
+        return isinstance(ROLE.get(node), Parameter)
+
+    casts = program.forward.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    parameters = {node.name for node in casts if is_parameter(node.all_input_nodes[0])}
+    backward = () if program.backward is None else program.backward.graph.nodes
+    return parameters, {node.name for node in backward if node in CAST_OF}
+
+
+def _started(rows: Sequence[Row], analysis: Analysis, fixed: Set[str] = frozenset()) -> float:
+    """Seconds that operations take before they have done any work; all seconds of ``fixed`` ones."""
     device = analysis.cluster.device
-    kinds = Counter((row.kind, row.dtype) for row in rows if not row.stream and row.kind != "free")
-    return sum(count * compute.seconds(device, *kind, 0, 0) for kind, count in kinds.items())
+    whole = sum(row.seconds for row in rows if row.node in fixed)
+    others = (row for row in rows if not row.stream and row.kind != "free" and row.node not in fixed)
+    kinds = Counter((row.kind, row.dtype) for row in others)
+    return whole + sum(count * compute.seconds(device, *kind, 0, 0) for kind, count in kinds.items())
 
 
 def _rows_in(analysis: Analysis, stack: Stack, half: str, unit: int) -> list[int]:
@@ -234,8 +257,8 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     sent = sum(row.seconds for row in rows if row.stream and row.stream not in COPIES)
     backward = max(ends, default=0.0) - middle
     state = _state(program, sorted(program.trained))
-    fixed = _fixed(rows[:forward], rows[forward:], analysis)
-    whole = state._replace(forward=middle, backward=backward, sent=sent, saved=saved, **fixed)
+    fixed = _fixed(program, rows[:forward], rows[forward:], analysis)
+    whole = state._replace(forward=middle - fixed["cast"], backward=backward, sent=sent, saved=saved, **fixed)
     return whole, max(live, default=0) - saved
 
 
@@ -283,7 +306,7 @@ def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:
     first = next((i for i, within in enumerate(inside) if within), 0)
     modules = {row.module for row in rows[:first]}
     state = _state(program, (fqn for fqn in sorted(program.trained) if fqn.rpartition(".")[0] in modules))
-    return state._replace(**_halves(analysis, **outside))
+    return state._replace(**_halves(program, analysis, **outside))
 
 
 def _crossing(program: Program, stack: Stack) -> float:
