@@ -155,8 +155,8 @@ class Cluster:
         cluster = Cluster.of(torch.cuda.get_device_name(0), devices_per_node=torch.cuda.device_count())
         device = replace(cluster.device, memory=torch.cuda.get_device_properties(0).total_memory)
         if device.host is not None:
-            room = detection.machine_memory() * detection.FOR_DEVICES // cluster.devices_per_node
-            device = replace(device, host=replace(device.host, memory=room))
+            room = detection.machine_memory() * detection.FOR_DEVICES / cluster.devices_per_node
+            device = replace(device, host=replace(device.host, memory=int(room)))
         return replace(cluster, device=device)
 
     @staticmethod

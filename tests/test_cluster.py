@@ -11,6 +11,7 @@ import torch
 
 from shardgraph.cost_models.cluster import Cluster, known_devices
 from shardgraph.cost_models.collectives import collective_seconds
+from shardgraph.cost_models.detection import machine_memory
 from shardgraph.cost_models.device import Device, Link, Rate
 from shardgraph.cost_models.group import Group
 from shardgraph.errors import ClusterError, ShardGraphError
@@ -359,7 +360,7 @@ def test_a_machine_without_a_gpu_is_described_and_says_that_it_guesses(tmp_path:
     assert Cluster.load(tmp_path / "cpu.yaml") == found
 
 
-def test_a_machine_with_known_gpus_is_described_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_known_gpus_is_described_by_their_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Properties:
         total_memory = 70 * GIB
 
@@ -370,3 +371,6 @@ def test_a_machine_with_known_gpus_is_described_by_their_name(monkeypatch: pytes
     found = Cluster.detect()
     assert (found.name, found.world_size, found.device.memory) == ("A100", 2, 70 * GIB)
     assert found.device.rates == Cluster.of("A100").device.rates
+    assert found.device.host is not None and found.device.host.memory == int(0.8 * machine_memory() / 2)
+    found.save(tmp_path / "two.yaml")
+    assert Cluster.load(tmp_path / "two.yaml") == found
