@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph import Offload, offload
+from shardgraph import Offload, keep_gathered, offload, precision, recompute, replicate, reshard, save
 from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.nn import MoE
 from shardgraph.plans.plan import Plan
+from shardgraph.plans.remembered import remembered
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline_folding import units_of_stages
 from shardgraph.search import analysis, auto
@@ -140,9 +141,9 @@ def test_no_preset_that_fits_a_limit_of_memory_is_faster(name, devices):
         assert "no plan fits" in str(error)
         best = None
     for plan, mesh in presets_on(devices, stages=False):
-        for recompute in ("none", "selective", "full"):
+        for again in ("none", "selective", "full"):
             with suppress(ShardGraphError):
-                analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster, recompute=recompute)
+                analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster, recompute=again)
                 if analysis.peak_memory <= memory:
                     assert best is not None, f"{plan} fits"
                     assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
@@ -215,8 +216,8 @@ def test_the_cost_of_a_layer_is_what_one_more_layer_costs(name):
     cluster = Cluster.of("H100", nodes=1)
     asked = call["model"], call.get("example_inputs", ()), call.get("example_kwargs", {}), call.get("loss_fn")
     source = source_of(8, cluster, *asked).of_few_layers
-    for recompute in ("none", "full"):
-        plan = replace(source.question.with_options(Layout(data="ddp").plan()), recompute=recompute, bucket=0)
+    for again in ("none", "full"):
+        plan = replace(source.question.with_options(Layout(data="ddp").plan()), recompute=again, bucket=0)
         costs, wholes = [], []
         for layers in (4, 5):
             program = program_of(source.at(source.depths, layers, plan), plan)
@@ -333,6 +334,32 @@ def test_every_plan_that_is_found_trains_like_the_model(name, devices, part):
     for plan in (found, *found.alternatives):
         report = shardgraph.verify(call["model"], args, plan, example_kwargs=kwargs, steps=2)
         assert report.ok, f"{plan}\n{report}"
+
+
+ANNOTATIONS = {
+    "recompute": {"layers.*": recompute()},
+    "save": {"layers.*": save()},
+    "keep_gathered": {"re:layers.*": keep_gathered()},
+    "reshard": {"re:layers.*": reshard()},
+    "replicate": {"re:layers.*bias": replicate()},
+    "offload": {"layers.*": offload()},
+    "precision": {"layers.*": precision("bfloat16")},
+    "some layers": {"layers.[0-2]": recompute()},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.quick("reshard")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ANNOTATIONS)
+def test_annotations_hold_in_every_plan_that_is_found(kind):
+    model, x = Deep(8), torch.randn(16, 32)
+    shardgraph.annotate(model, ANNOTATIONS[kind])
+    asked = remembered(model)
+    found = shardgraph.plan(model, (x,), cluster=linked(toy_cluster(1, 4)))
+    assert asked and found.alternatives
+    assert all(each.annotations[: len(asked)] == asked for each in (found, *found.alternatives))
+    assert shardgraph.verify(model, (x,), found, steps=2).ok
 
 
 # -- every layout ------------------------------------------------------------------------------------------------------
