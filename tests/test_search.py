@@ -535,6 +535,26 @@ def test_no_other_number_of_recomputed_layers_is_faster():
     assert found.per_sample <= best.per_sample * (1 + 1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_other_number_of_layers_in_host_memory_is_faster():
+    """Where copies take less than recomputation, and are not hidden if all layers are copied."""
+    with torch.device("meta"):
+        model, x = Deep(8), torch.zeros(64, 32)
+    cluster = linked(toy_cluster(1, 2, memory=16 * GIB), bandwidth=2e10)
+    source = source_of(2, cluster, model, (x,)).of_few_layers
+    every = auto.Finals(source, Estimates(source, 16 * GIB, pipelines=False), 16 * GIB)
+    layout = Layout(shard=2, batch=len(x))
+    every.price_all([layout, replace(layout, offload="activations")])
+    fast, small = sorted(every.ranked(), key=lambda each: each.seconds)
+    assert fast.memory > small.memory and fast.seconds < small.seconds
+    budget = (fast.memory + small.memory) // 2
+    found = auto.search(source, Batches(len(x)), budget, pipelines=False).priced[0]
+    every.price_all(replace(layout, away=number) for number in range(1, 9))
+    best = min((each for each in every.ranked() if each.memory <= budget), key=lambda each: each.seconds)
+    assert found.memory <= budget and found.per_sample <= best.per_sample * (1 + 1e-9)
+
+
 class Wordy(nn.Module):
     """Equal layers, and a loss over so many words that its scores are most of the memory."""
 
