@@ -417,6 +417,8 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
     for base in layouts(devices, cluster, 0, pipelines=False):
         for layout in batches.of(replace(base, recompute="budget")):
             every._price(layout)
+            if layout.data == "zero2" and layout.plain and layout.microbatches == 1:
+                every._price(replace(layout, data="zero1"))
             if layout.tp > 1:
                 every._price(replace(layout, whole_activations=True))
     every.finish([])

@@ -202,6 +202,8 @@ class Finals:
                     break
                 if layout.plain and layout.microbatches == 1 and not layout.offload:
                     self._price(layout)
+                    if layout.data == "zero2":  # whose shards of few rows may be padded to more than whole gradients
+                        self._price(replace(layout, data="zero1"))
         fitting = [pair for pair in estimated if self.may_fit(*pair)]
         presets = _best_of_presets(fitting)
         tried = asked = 0

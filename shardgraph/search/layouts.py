@@ -16,7 +16,7 @@ from shardgraph.plans.presets import preset
 
 DATA = ("ddp", "zero2", "fsdp")
 """What is sharded over data ranks: nothing, optimizer state and gradients, parameters too. ``zero1`` is left out: it
-sends more than ``zero2`` and holds more."""
+sends more than ``zero2`` and holds more, but for parameters of fewer rows than ranks."""
 
 
 TOGETHER = (("cp", "tp"), ("ep", "tp"), ("ep", "cp"))
