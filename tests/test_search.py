@@ -141,6 +141,8 @@ def test_no_preset_that_fits_a_limit_of_memory_is_faster(name, devices):
         assert "no plan fits" in str(error)
         best = None
     for plan, mesh in presets_on(devices, stages=False):
+        if plan == "zero1" and name in ("deep", "llama", "gpt2"):
+            continue  # of deep models it is not searched
         for again in ("none", "selective", "full"):
             with suppress(ShardGraphError):
                 analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster, recompute=again)

@@ -65,7 +65,7 @@ _MATTERS = 1.02
 """If buckets for the cluster make the best layout so many times as fast, others are priced with them too. Vectors are
 replicated only if that makes the best plan so many times as fast: less has been lost on real ranks."""
 
-_WAITS = 0.1
+_WAITS = 0.04
 """Of a step of many layers, what it waits for communication at least if other collectives are tried for it."""
 
 _ADJUSTED = 2
@@ -134,6 +134,9 @@ def search(
     estimated = estimates.all(ranks, machine, batches, finals.bound)
     show("the best layouts")
     finals.price_best(estimated)
+    if divided := estimates.divided_too(estimated, finals.fastest, ranks, machine, batches):
+        finals.price_best(divided)
+        estimated = [*estimated, *divided]
     if not finals.fits:
         finals.price_smallest([pair for pair in estimated if finals.may_fit(*pair)])
     if not finals.fits and (offloaded := estimates.offloaded(ranks, machine, batches)):
@@ -259,6 +262,11 @@ class Finals:
     def layouts(self) -> set[Layout]:
         """What was asked for its price, whether it has one or not."""
         return set(self._priced)
+
+    @property
+    def fastest(self) -> float:
+        """The least seconds per sample of what was priced and fits; infinite if nothing does."""
+        return math.inf if (best := self._best) is None else best.per_sample
 
     @property
     def fits(self) -> bool:
@@ -414,11 +422,11 @@ class Finals:
     def _hold_whole(self) -> None:
         """Price layouts that divide operators with whole activations between products, where these may then be the
         fastest: all-reduces are fewer than all-gathers and reduce-scatters, and what is saved takes more memory. Of
-        many layers, which take longer to price, the best layout alone."""
+        many layers, which take longer to price, the best such layout alone."""
         fitting = sorted(self._fitting.items(), key=lambda pair: pair[1].per_sample)
-        least, tried = (_WAITS, fitting[:1]) if self._deep else (_HIDDEN, fitting)
-        divided = [(layout, each) for layout, each in tried if layout.tp > 1 and layout.cp == layout.stages == 1]
-        for layout, each in divided[:_ADJUSTED]:
+        least, most = (_WAITS, 1) if self._deep else (_HIDDEN, _ADJUSTED)
+        divided = [(layout, each) for layout, each in fitting if layout.tp > 1 and layout.cp == layout.stages == 1]
+        for layout, each in divided[:most]:
             best, exposed = self._best, each.parts["exposed"] / each.seconds
             assert best is not None
             if exposed >= least and each.per_sample * (1 - exposed) < best.per_sample and not self._limit.over:

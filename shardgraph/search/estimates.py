@@ -95,14 +95,28 @@ class Estimates:
         inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
         beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
         estimated: list[Estimated] = []
+        self._undivided: list[Layout] = []
         for shared, group in itertools.product((False, True), (inside, beyond)):
             which = [layout for layout in group if layout.shared == shared]
             if self._may_pay(estimated):
                 estimated += self._estimated(which, machine, batches, bound)
             elif which:
+                self._undivided += which if group is inside else []
                 what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
                 self.remarks[f"{what}: {self._why_not}"] = None
         return _fastest_first(self._with_smaller(estimated, machine))
+
+    def divided_too(
+        self, estimated: Sequence[Estimated], fastest: float, ranks: int, machine: Cluster, batches: Batches
+    ) -> list[Estimated]:
+        """Layouts that divide operators, where :meth:`all` left them out and the ``fastest`` of what fits takes more
+        seconds per sample than it took others to: estimates of memory had been too low. None if these still need not.
+        """
+        floor = 0.0 if self._own_batches else _compute(estimated) * _IDLE * _IDLE
+        if not self._undivided or fastest <= (floor or math.inf) and fastest < math.inf:
+            return []
+        self.remarks = {remark: None for remark in self.remarks if not remark.startswith("operators were not divided")}
+        return _fastest_first(self._estimated(self._undivided, machine, batches))
 
     def _layouts(self, ranks: int, machine: Cluster, pipelines: bool) -> Iterator[Layout]:
         """All layouts of the mesh that is asked for; of any mesh if none is."""
@@ -337,8 +351,12 @@ class Estimates:
         fitting = [guess.seconds / layout.samples for layout, guess in undivided if guess.memory <= self._budget]
         if self._own_batches:
             return not fitting
-        floor = min((guess.compute / layout.samples for layout, guess in undivided), default=0.0)
-        return not fitting or min(fitting) > floor * _IDLE
+        return not fitting or min(fitting) > _compute(undivided) * _IDLE
+
+
+def _compute(estimated: Sequence[Estimated]) -> float:
+    """The least seconds of computation per sample."""
+    return min((guess.compute / layout.samples for layout, guess in estimated), default=0.0)
 
 
 def _fastest_first(estimated: Iterable[Estimated]) -> list[Estimated]:

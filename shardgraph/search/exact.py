@@ -128,8 +128,10 @@ def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> P
     alone = price(source, replace(plan, bucket=0), budget, accumulated)
     if not (size := bucket_bytes(plan, source.question.machine, source.question.parameter_bytes)):
         return alone
-    merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)  # with the recomputation found
-    merged = replace(merged, gap=alone.gap)
+    if alone.plan.recompute == "none":
+        merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)
+    else:  # buckets change what has to be recomputed
+        merged = price(source, replace(plan, bucket=size), budget, accumulated)
     return min(alone, merged, key=lambda each: each.rank(budget))
 
 
