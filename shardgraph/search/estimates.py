@@ -40,6 +40,8 @@ own."""
 _GATHERED_AGAIN = 1.5
 """A step that waits for parameters alone takes so many times as long if they are gathered again in backward."""
 
+_UNDIVIDED = "operators were not divided"
+
 _DEGREES = (8, 4, 2)
 
 _LONG = 2**14
@@ -102,20 +104,20 @@ class Estimates:
                 estimated += self._estimated(which, machine, batches, bound)
             elif which:
                 self._undivided += which if group is inside else []
-                what = "nothing was divided over several nodes" if group is beyond else "operators were not divided"
+                what = "nothing was divided over several nodes" if group is beyond else _UNDIVIDED
                 self.remarks[f"{what}: {self._why_not}"] = None
         return _fastest_first(self._with_smaller(estimated, machine))
 
     def divided_too(
         self, estimated: Sequence[Estimated], fastest: float, ranks: int, machine: Cluster, batches: Batches
     ) -> list[Estimated]:
-        """Layouts that divide operators, where :meth:`all` left them out and the ``fastest`` of what fits takes more
-        seconds per sample than it took others to: estimates of memory had been too low. None if these still need not.
-        """
-        floor = 0.0 if self._own_batches else _compute(estimated) * _IDLE * _IDLE
-        if not self._undivided or fastest <= (floor or math.inf) and fastest < math.inf:
+        """Layouts that divide operators, if :meth:`all` left them out and that was wrong: estimates of memory were too
+        low, and the ``fastest`` of what fits takes more seconds per sample than what was estimated to fit."""
+        slow = math.inf if self._own_batches else _compute(estimated) * _IDLE**2
+        if not self._undivided or (fastest < math.inf and fastest <= slow):
             return []
-        self.remarks = {remark: None for remark in self.remarks if not remark.startswith("operators were not divided")}
+        for remark in [remark for remark in self.remarks if remark.startswith(_UNDIVIDED)]:
+            del self.remarks[remark]
         return _fastest_first(self._estimated(self._undivided, machine, batches))
 
     def _layouts(self, ranks: int, machine: Cluster, pipelines: bool) -> Iterator[Layout]:
