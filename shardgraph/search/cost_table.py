@@ -21,6 +21,11 @@ SMALL = 20
 larger ones are scaled from the batch of the call, as operations that are large enough are."""
 
 
+_UNDIVIDED = 1.5
+"""Costs of fewer ranks follow from those of the most if computation takes at most so many times what it would if all
+of it were divided."""
+
+
 @dataclass
 class CostTable:
     """Costs of the model of ``source``, from programs of a few of its layers, or of all if it has no equal ones.
@@ -29,8 +34,8 @@ class CostTable:
     fastest placements.
 
     Placements of operators take seconds, so they are assigned for one ``degree``; the costs of a lower one are between
-    those and the undivided ones, and those of more ranks, and of most pairs of axes, follow from them
-    (:mod:`.divided_costs`).
+    those and the undivided ones if that divides nearly all work, and those of more ranks, and of most pairs of axes,
+    follow from them (:mod:`.divided_costs`).
     """
 
     source: Source
@@ -61,7 +66,7 @@ class CostTable:
         if ranks > self.degree:
             return self._along(layout, axis)
         one, divided = (self._priced(layout.along(axis, each)) for each in (1, self.degree))
-        if one is None or divided is None:  # experts may be too few for the largest degree
+        if one is None or divided is None or not _shrinks(one, divided, self.degree):  # too few experts, or heads
             return self._priced(layout)
         return one.divided_by(ranks, divided, self.degree)
 
@@ -142,6 +147,15 @@ class CostTable:
             told = next((note.removeprefix(subject) for note in program.notes if note.startswith(subject)), proved)
             # The plan that is chosen need not have the axis.
             self.remarks[f"where layouts are divided along {axis!r}, placements{told}"] = None
+
+
+def _shrinks(one: LayerCosts, divided: LayerCosts, degree: int) -> bool:
+    """Whether nearly all work of a layer is divided, without many more operations: that of an attention with fewer
+    heads than ranks is not, but may be among fewer ranks."""
+    whole, mine = (costs.layer if costs.layers else costs.whole for costs in (one, divided))
+    started = whole.started + whole.started_back
+    expected = started + (whole.forward + whole.backward - started) / degree
+    return mine.forward + mine.backward - mine.sent <= _UNDIVIDED * expected
 
 
 def program_of(source: Source, plan: Plan) -> tuple[Program, Analysis]:
