@@ -210,10 +210,10 @@ class _Search:
 
     def _is_packed_wrong(self, own: fx.Node, packed: fx.Node) -> bool:
         """Whether what is in a bucket is not the local gradient, padded or divided by the number of ranks."""
-        local, buckets = self.unreduced.get(own), self.unreduced.get(packed)
-        if own is packed or local is None or buckets is None:
+        local, put = self.unreduced.get(own), self.unreduced.get(packed)
+        if own is packed or local is None or put is None:
             return False
-        pairs = [(mine[: len(theirs)], theirs) for mine, theirs in zip(buckets, local, strict=True)]
+        pairs = [(mine[: len(theirs)], theirs) for mine, theirs in zip(put, local, strict=True)]
         return not any(
             all(relative_error(mine * times, theirs) <= self.tolerance for mine, theirs in pairs)
             for times in (1, self.plan.data_size)
@@ -343,10 +343,12 @@ def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, fx.Node | Non
     fqn, packed, ranks = REDUCES.get(node), None, 1
     made_by = None if ir.buckets.packed_as(node) else MADE_BY.get(node)
     while fqn is not None and REDUCES.get(node, fqn) == fqn:
-        if ir.is_collective(node):
-            ranks *= len(group_along(mesh, ir.group_of(node), 0))
+        ranks *= _ranks_of(node, mesh)
         if (before := ir.buckets.packed_as(node)) is not None:
-            ranks *= _ranks_of_bucket(node, mesh)
+            bucket = node.all_input_nodes[0]
+            while bucket.target is not ir.buckets.pack:
+                ranks *= _ranks_of(bucket, mesh)
+                bucket = bucket.all_input_nodes[0]
             node = packed = before
             made_by = made_by or (MADE_BY.get(node) if node in REDUCES else None)
         elif made_by is None or MADE_BY.get(node) != made_by:
@@ -356,14 +358,9 @@ def _before_reduction(node: fx.Node, mesh: Mesh) -> tuple[fx.Node, fx.Node | Non
     return node, packed, ranks
 
 
-def _ranks_of_bucket(item: fx.Node, mesh: Mesh) -> int:
-    """The ranks over which the bucket is reduced that something was taken out of."""
-    ranks, node = 1, item.all_input_nodes[0]
-    while node.target is not ir.buckets.pack:
-        if ir.is_collective(node):
-            ranks *= len(group_along(mesh, ir.group_of(node), 0))
-        node = node.all_input_nodes[0]
-    return ranks
+def _ranks_of(node: fx.Node, mesh: Mesh) -> int:
+    """The ranks of a collective; 1 for other nodes."""
+    return len(group_along(mesh, ir.group_of(node), 0)) if ir.is_collective(node) else 1
 
 
 def _is_right(

@@ -107,9 +107,9 @@ class Layout:
 
     def with_layers(self, layers: int) -> Layout:
         """The layout with so many of the layers treated as one of them, or some, are."""
-        if self.full or self.away:
-            return replace(self, full=layers) if self.full else replace(self, away=layers)
-        return replace(self, kept=layers)
+        if self.full:
+            return replace(self, full=layers)
+        return replace(self, away=layers) if self.away else replace(self, kept=layers)
 
     @property
     def plain_in_memory(self) -> Layout:
