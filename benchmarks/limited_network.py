@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,32 +177,39 @@ def enter(node: str) -> None:
 
 def timed(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """The figures of all contenders over a link, as ``train_step.measure`` gives them on rank 0."""
-    with two_nodes(setting) as relay, tempfile.TemporaryDirectory() as folder:
-        before = processor_seconds(relay)
-        file, started = Path(folder) / "figures.json", time.monotonic()
-        ranks = []
-        for rank in range(4):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        command = [__file__, "--worker", str(file), "--job", setting.job, "--rounds", str(options.rounds)]
+        busy = on_two_nodes(setting, [*command, "--contenders", *options.contenders], 4, options.timeout)
+        return {"figures": json.loads(file.read_text()), "relay_busy": busy}
+
+
+def on_two_nodes(setting: Setting, command: Sequence[str], ranks: int, timeout: float) -> float:
+    """Run a Python command as each of so many ranks; the part of a core that the relay took, if there is one."""
+    with two_nodes(setting) as relay:
+        before, started, per_node = processor_seconds(relay), time.monotonic(), ranks // 2
+        running = []
+        for rank in range(ranks):
+            node = rank // per_node
             environment = os.environ | {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank % 2),
-                "WORLD_SIZE": "4",
+                "LOCAL_RANK": str(rank % per_node),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(per_node),
                 "MASTER_ADDR": ADDRESSES[0],
                 "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": f"sg{rank // 2}",
+                "GLOO_SOCKET_IFNAME": f"sg{node}",
             }
-            command = ["ip", "netns", "exec", NODES[rank // 2], sys.executable, __file__, "--worker", str(file)]
-            command += ["--job", setting.job, "--rounds", str(options.rounds), "--contenders", *options.contenders]
-            ranks.append(subprocess.Popen(command, env=environment))
+            inside = ["ip", "netns", "exec", NODES[node], sys.executable]
+            running.append(subprocess.Popen([*inside, *command], env=environment))
         try:
-            codes = [rank.wait(max(1.0, started + options.timeout - time.monotonic())) for rank in ranks]
+            codes = [rank.wait(max(1.0, started + timeout - time.monotonic())) for rank in running]
         finally:
-            for rank in ranks:
+            for rank in running:
                 rank.kill()
         if any(codes):
             raise SystemExit(f"{setting.name}: ranks ended with {codes}")
-        figures: dict[str, Any] = json.loads(file.read_text())
-        busy = processor_seconds(relay) - before
-        return {"figures": figures, "relay_busy": busy / (time.monotonic() - started)}
+        return (processor_seconds(relay) - before) / (time.monotonic() - started)
 
 
 def processor_seconds(process: multiprocessing.Process | None) -> float:

@@ -15,6 +15,10 @@ Plans that lead to the same program are timed once: their ratio is 1. The fastes
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
 those of these rounds alone, with their 95% bootstrap intervals.
 
+With ``--network`` the ranks are in two "nodes" of this machine, joined by a limited link as in ``limited_network.py``,
+which says what that needs. They first measure the machine and the link together (:func:`shardgraph.calibrate`), and all
+plans are priced by what they found.
+
 With ``--peaks`` nothing is timed: peaks of live tensors in a step of the automatic plans on the fullest rank, counted
 operation by operation, are beside what was predicted and the job's limit. Predictions also have what kernels and gloo
 take for themselves, which are no tensors.
@@ -25,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -34,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -42,8 +48,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shardgraph
+from benchmarks.limited_network import SETTINGS, on_two_nodes
 from benchmarks.ratios import ratio
 from shardgraph.api.timed_steps import TimedSteps, largest
+from shardgraph.cost_models.cluster import Cluster
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.machine import machine_for
 from shardgraph.sizes import format_bytes
@@ -240,17 +248,17 @@ def compiled(
     return modules
 
 
-def automatic_plans(job: Job, ranks: int, tune: float | None) -> dict[str, dict[str, Any]]:
+def automatic_plans(job: Job, ranks: int, tune: float | None, here: Cluster) -> dict[str, dict[str, Any]]:
     """What ``compile`` is asked for, by plan."""
     torch.manual_seed(0)
-    model, (args, _), here = job.model(), job.call(), machine_for(None, ranks)
+    model, (args, _) = job.model(), job.call()
     automatic = shardgraph.plan(model, args, devices=ranks, cluster=here, progress=False, **job.options)
     return {"auto": {"plan": automatic}, **({"tuned": {"plan": "auto", "tune": tune}} if tune else {})}
 
 
-def promising(job: Job, ranks: int) -> dict[str, dict[str, Any]]:
+def promising(job: Job, ranks: int, here: Cluster) -> dict[str, dict[str, Any]]:
     """The plans by hand that are possible, fit, and are not far from the best of them, by prediction."""
-    model, (args, _), here = job.model(), job.call(), machine_for(None, ranks)
+    model, (args, _) = job.model(), job.call()
     found: dict[str, dict[str, Any]] = {}
     predicted: dict[str, float] = {}
     for variants in by_hand(ranks).values():
@@ -280,6 +288,33 @@ def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def show(job: str, found: Outcome) -> None:
+    for plan, (rival, (middle, low, high)) in found.beside.items():
+        print(f"{job:<26}{plan:<6}is {found.names[plan]:<12}{middle:.2f} [{low:.2f}, {high:.2f}] of {rival}")
+    print("    " + "  ".join(f"{plan} {1e3 * value:.2f}" for plan, value in found.times.items()), flush=True)
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each of the ranks in two nodes does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    here, first = shardgraph.calibrate(seconds=10.0), dist.get_rank() == 0
+    if first:
+        print(f"between nodes {here.inter}", flush=True)
+    for job in options.jobs:
+        wanted: list[Any] = [None]
+        if first:
+            wanted = [automatic_plans(JOBS[job], options.ranks, options.tune, here)]
+            wanted[0] |= promising(JOBS[job], options.ranks, here)
+        dist.broadcast_object_list(wanted)
+        priced = {plan: {"cluster": here, **asked} for plan, asked in wanted[0].items()}
+        found = on_rank(job, priced, options.rounds, options.finals)
+        if first:
+            show(job, found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -288,19 +323,25 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS), help="default: all")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
     parser.add_argument("--peaks", action="store_true", help="measure memory instead of time")
+    parser.add_argument("--network", choices=[setting.name for setting in SETTINGS], help="between two nodes")
     options = parser.parse_args()
+    if options.network and "RANK" in os.environ:
+        return work(options)
     print(f"{options.ranks} gloo ranks of one thread" + ("" if options.peaks else "; ms for the batch of a data rank"))
+    if options.network:
+        setting = next(setting for setting in SETTINGS if setting.name == options.network)
+        on_two_nodes(setting, sys.argv, options.ranks, timeout=3600.0)
+        return
+    here = machine_for(None, options.ranks)
     for job in options.jobs:
-        wanted = automatic_plans(JOBS[job], options.ranks, options.tune)
+        wanted = automatic_plans(JOBS[job], options.ranks, options.tune, here)
         if options.peaks:
             report_peaks(job, wanted, options.ranks)
             continue
-        wanted |= promising(JOBS[job], options.ranks)
+        wanted |= promising(JOBS[job], options.ranks, here)
         given = (job, wanted, options.rounds, options.finals)
         (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
-        for plan, (rival, (middle, low, high)) in found.beside.items():
-            print(f"{job:<26}{plan:<6}is {found.names[plan]:<12}{middle:.2f} [{low:.2f}, {high:.2f}] of {rival}")
-        print("    " + "  ".join(f"{plan} {1e3 * value:.2f}" for plan, value in found.times.items()), flush=True)
+        show(job, found)
 
 
 if __name__ == "__main__":

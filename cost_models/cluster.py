@@ -40,7 +40,7 @@ from shardgraph.cost_models import detection
 from shardgraph.cost_models.collectives import WIRE_RULES
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, MEMORY, NUMBER, VIEW, Device, Host, Link, Rate
 from shardgraph.cost_models.fields import PART, POSITIVE, SECONDS, SIZE, WHOLE, mapping, number, record, refuse, text
-from shardgraph.cost_models.group import Group
+from shardgraph.cost_models.group import BETWEEN_NODES, Group
 from shardgraph.errors import ClusterError, nearest, shown
 from shardgraph.mesh import Mesh, axes_of, position_of
 from shardgraph.sizes import is_whole
@@ -73,9 +73,10 @@ class Cluster:
 
     ``intra`` joins the devices of a node, ``inter`` is a device's share of the node's network (None: one node).
     ``overlap`` is the fraction of a collective's time during which computation is not slowed: 1 if communication has
-    engines of its own, less if it takes cores from the computation.
+    engines of its own, less if it takes cores from the computation. Between nodes it is the link's, if that has one.
     ``efficiency`` is the fraction of a link's bandwidth that a collective attains, by operation (such as
     ``all_gather_into_tensor``); by default 1. Above 1, a switch reduces inside a node, and only groups inside one gain.
+    Between nodes it is the link's, of operations of which that has one.
     ``sync`` is how many seconds longer a rank waits for a collective than it takes after another one: until the slowest
     rank has come to it and the thread that waits is awake again. It is 0 where the device waits, and not a thread.
     ``doubt`` is how far predicted seconds may be off: of the steps that were compared with measured ones, 8 of 10 took
@@ -180,18 +181,31 @@ class Cluster:
     @checked(path=PATH)
     def save(self, path: str | Path) -> None:
         """Write a cluster file that :meth:`load` reads back exactly."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def to_yaml(self) -> str:
+        """The content of a cluster file."""
 
         def defined(fields: list[tuple[str, object]]) -> dict[str, object]:
             return {name: value for name, value in fields if value not in (None, math.inf)}
 
         data = {"schema": SCHEMA, **asdict(self, dict_factory=defined)}
-        content = yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
-        Path(path).write_text(content, encoding="utf-8")
+        return str(yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True))
 
     @property
     def world_size(self) -> int:
         """Number of devices."""
         return self.devices_per_node * self.nodes
+
+    @property
+    def closest(self) -> int:
+        """The devices that its fastest link joins: those of a node, or all where each node has one."""
+        return self.devices_per_node if self.devices_per_node > 1 else self.world_size
+
+    def overlap_on(self, where: str) -> float:
+        """``overlap`` of collectives whose :attr:`Group.where` this is."""
+        inter = self.inter if where == BETWEEN_NODES else None
+        return self.overlap if inter is None or inter.overlap is None else inter.overlap
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ClusterError if ``mesh`` needs more devices than there are."""
@@ -248,7 +262,10 @@ def _is_dtype(name: str) -> bool:
 
 
 _LATENCIES = mapping(f"{', '.join(WIRE_RULES)} to seconds", SECONDS, WIRE_RULES.__contains__)
-_LINK = record(Link, bandwidth=POSITIVE, latency=SECONDS, latencies=_LATENCIES)
+_EFFICIENCY = mapping(f"{', '.join(WIRE_RULES)} to numbers", POSITIVE, WIRE_RULES.__contains__)
+_LINK = record(
+    Link, bandwidth=POSITIVE, latency=SECONDS, latencies=_LATENCIES, efficiency=_EFFICIENCY, overlap=PART
+)  # fmt: skip
 _RATE = record(Rate, per_second=POSITIVE, overhead=SECONDS, moved_per_second=POSITIVE)
 _RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join((*BYTE_KINDS, VIEW))} to rates"
 _DEVICE = record(
@@ -273,7 +290,7 @@ _CLUSTER = record(
     inter=_LINK,
     overlap=PART,
     doubt=number("a number from 0", float, lambda value: 0 <= value < math.inf),
-    efficiency=mapping(f"{', '.join(WIRE_RULES)} to numbers", POSITIVE, WIRE_RULES.__contains__),
+    efficiency=_EFFICIENCY,
     source=text,
     sync=SECONDS,
 )

@@ -73,21 +73,23 @@ def collective_seconds(
 ) -> float:
     """Seconds of one ``operation`` of a ``group``; 0 for a group of one.
 
-    ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1. The other arguments and
-    errors are those of :func:`wire_bytes`.
+    ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1; a link between nodes may
+    have its own. The other arguments and errors are those of :func:`wire_bytes`.
     """
     sent = wire_bytes(operation, operand, result, group.ranks, on)
     if group.ranks == 1:
         return 0.0
     attained, intra, inter = efficiency.get(operation, 1.0), group.intra, group.inter
+    if inter is not None:
+        attained = min(inter.efficiency.get(operation, attained), 1.0)  # what a switch gains, it does inside a node
     steps = _STEPS[operation]
     if inter is None:
         return steps(group.ranks, on) * intra.latency_of(operation) + sent / (intra.bandwidth * attained)
     between = steps(group.nodes, on) * inter.latency_of(operation)
     if operation in ("send", "all_to_all_single"):  # each rank's bytes take its own share of the network
         outside = 1 if operation == "send" else (group.ranks - group.inside) / (group.ranks - 1)
-        return between + sent * outside / (on.minimum(intra.bandwidth, inter.bandwidth) * min(attained, 1.0))
-    bandwidth = on.minimum(intra.bandwidth, inter.bandwidth * group.inside) * min(attained, 1.0)
+        return between + sent * outside / (on.minimum(intra.bandwidth, inter.bandwidth) * attained)
+    bandwidth = on.minimum(intra.bandwidth, inter.bandwidth * group.inside) * attained
     return steps(group.inside, on) * intra.latency_of(operation) + between + sent / bandwidth
 
 

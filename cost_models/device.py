@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from shardgraph import arguments
 from shardgraph.arguments import NONE, NOT_NEGATIVE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
 from shardgraph.errors import ClusterError
 
@@ -72,16 +73,25 @@ class Rate:
 class Link:
     """A device's link: ``bandwidth`` in bytes/s in one direction, ``latency`` in seconds per message.
 
-    ``latencies`` overrides the latency, in seconds, for individual operations (such as ``all_reduce``).
+    ``latencies`` overrides the latency, in seconds, for individual operations (such as ``all_reduce``). ``efficiency``
+    and ``overlap`` are those of the cluster on this link, if others than on the cluster's other link.
     """
 
     bandwidth: float
     latency: float
     latencies: Mapping[str, float] = field(default_factory=dict)
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    overlap: float | None = None
 
     def __post_init__(self) -> None:
         by_name = mapping_of("seconds by operation", NUMBER)
-        check_fields(self, "a link's ", bandwidth=NUMBER, latency=NUMBER, latencies=by_name)
+        parts = mapping_of("parts of the bandwidth by operation", arguments.POSITIVE)
+        check_fields(
+            self, "a link's ", bandwidth=NUMBER, latency=NUMBER, latencies=by_name, efficiency=parts,
+            overlap=NUMBER | NONE,
+        )  # fmt: skip
+        if self.overlap is not None and not 0 <= self.overlap <= 1:
+            raise ClusterError(f"a link has overlap {self.overlap}: a number from 0 to 1 is needed")
         if not self.bandwidth > 0 or not all(seconds >= 0 for seconds in (self.latency, *self.latencies.values())):
             raise ClusterError(
                 "a link has a positive bandwidth, and a latency and latencies of at least 0, but this has "

@@ -7,6 +7,8 @@ from typing import Any
 
 from shardgraph.cost_models.device import Link
 
+IN_A_NODE, BETWEEN_NODES = "in a node", "between nodes"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -21,6 +23,11 @@ class Group:
     nodes: Any
     intra: Link
     inter: Link | None = None
+
+    @property
+    def where(self) -> str:
+        """The link that its collectives take turns on with those of other groups."""
+        return IN_A_NODE if self.inter is None else BETWEEN_NODES
 
     @classmethod
     def of_node(cls, ranks: Any, link: Link) -> Group:

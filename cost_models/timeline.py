@@ -39,8 +39,9 @@ class StepTime:
 class Task:
     """``seconds`` of work on a ``stream``, which starts once the tasks in ``after`` (indices) have ended.
 
-    Streams may share a ``link``, on which one task runs at a time. ``label`` is for people; ``node`` is the name of the
-    task's graph node.
+    Streams may share a ``link``, on which one task runs at a time. A collective ``slows`` the computation by so many
+    seconds, in which the cores that move its bytes do not compute. ``label`` is for people; ``node`` is the name of
+    the task's graph node.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Task:
     after: tuple[int, ...] = ()
     node: str = ""
     link: str = ""
+    slows: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,11 @@ class Timeline:
         return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 
-def simulate(tasks: Sequence[Task], overlap: float = 1.0, call: float = 0.0, sync: float = 0.0) -> Timeline:
+def simulate(tasks: Sequence[Task], call: float = 0.0, sync: float = 0.0) -> Timeline:
     """Run ``tasks``, issued in this order, each ``call`` seconds after the one before.
 
-    Each stream runs its own tasks one after the other. An ``overlap`` below 1 slows computation during a collective:
-    the fraction ``1 - overlap`` of a collective's time is added to the compute stream. Computation that waits for a
-    collective goes on ``sync`` seconds after it.
+    Each stream runs its own tasks one after the other. What a collective slows the computation is added to the compute
+    stream. Computation that waits for a collective goes on ``sync`` seconds after it.
     """
     free: dict[str, float] = {}
     spans: list[Span] = []
@@ -123,24 +124,19 @@ def simulate(tasks: Sequence[Task], overlap: float = 1.0, call: float = 0.0, syn
         ready = max(free.get(each, 0.0) for each in taken)
         issued = max(ready, position * call)
         start = max([issued, *(spans[i].end for i in task.after)])
-        if sync and task.stream == COMPUTE and any(_is_awaited(spans[i], issued, overlap) for i in task.after):
+        if sync and task.stream == COMPUTE and any(_is_awaited(spans[i], issued) for i in task.after):
             start += sync
-        if _is_collective(task) and overlap < 1:
-            # The cores that move the bytes are not available to the computation.
-            free[COMPUTE] = free.get(COMPUTE, 0.0) + (1 - overlap) * task.seconds
+        if task.slows:
+            free[COMPUTE] = free.get(COMPUTE, 0.0) + task.slows
         free.update(dict.fromkeys(taken, start + task.seconds))
         spans.append(Span(task, start, start + task.seconds, start - ready))
     return Timeline(tuple(spans))
 
 
-def _is_collective(task: Task) -> bool:
-    return task.stream not in (COMPUTE, *COPIES)
-
-
-def _is_awaited(span: Span, reached: float, overlap: float) -> bool:
+def _is_awaited(span: Span, reached: float) -> bool:
     """Whether it is a collective that has not ended when the computation has ``reached`` the wait for it.
 
-    That is told without what the collective itself slows the computation: with no overlap at all it would seem to have
-    always ended, and as much is waited in the end.
+    That is told without what the collective itself slows the computation: where nothing is hidden it would seem to
+    have always ended, and as much is waited in the end.
     """
-    return _is_collective(span.task) and reached - (1 - overlap) * span.task.seconds < span.end
+    return span.task.stream not in (COMPUTE, *COPIES) and reached - span.task.slows < span.end

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,8 +184,19 @@ def test_the_command_writes_a_file_that_loads(
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert main(["calibrate"]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["calibrate", "--nproc", "2"]) == 2
     assert "without torchrun" in capsys.readouterr().err
+
+
+def test_under_torchrun_the_command_measures_the_ranks_of_the_run_and_one_writes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.yaml"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "shardgraph", "calibrate", "--seconds", "1", "--out", str(path)]
+    ended = subprocess.run([*torchrun, *command], capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("Wrote") == 1
+    assert (Cluster.load(path).nodes, Cluster.load(path).devices_per_node) == (1, 2)
 
 
 def test_a_dtype_that_is_none_is_refused() -> None:

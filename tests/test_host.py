@@ -163,7 +163,7 @@ def test_copies_have_streams_of_their_own_at_the_rate_of_the_link():
     assert [row.stream for row in copies] == ["to host", "to device"]
     link = cluster.device.linked_host.link
     assert {row.seconds for row in copies} == {link.latency + KIB / link.bandwidth}
-    spans = {span.task.node: span for span in simulate(list(tasks_of(rows))).spans}
+    spans = {span.task.node: span for span in simulate(list(tasks_of(rows, cluster))).spans}
     assert spans["add_tensor"].start == spans["to_host_default"].start  # beside each other
     assert spans["to_device_default"].start == spans["to_host_default"].end  # after the wait
 

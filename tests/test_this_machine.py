@@ -141,7 +141,7 @@ def test_a_cache_that_cannot_be_written_is_told(unmeasured, tmp_path, monkeypatc
 
 def test_a_plan_that_takes_more_than_is_free_is_warned_of_once_on_a_machine(monkeypatch):
     monkeypatch.setattr("shardgraph.api.compile.host_memory", lambda: 2**30)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("shardgraph.api.compile.ranks_per_node", lambda: 4)
     for rank, nbytes, warned in (("0", 2**28 + 1, 1), ("1", 2**28 + 1, 0), ("0", 2**28, 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with warnings.catch_warnings(record=True) as caught:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardgraph.cost_models.timeline import COMPUTE, Task, simulate
@@ -33,27 +35,27 @@ def test_collectives_of_one_axis_queue_and_those_of_two_axes_do_not():
 
 
 def test_without_engines_of_its_own_communication_slows_the_computation():
-    tasks = [Task("gather", "dp", 2.0), compute(4.0), compute(0.0, (0,))]
-    assert simulate(tasks, overlap=1.0).seconds == 4.0
-    assert simulate(tasks, overlap=0.25).seconds == 5.5
+    beside = [compute(4.0), compute(0.0, (0,))]
+    assert simulate([Task("gather", "dp", 2.0), *beside]).seconds == 4.0
+    assert simulate([Task("gather", "dp", 2.0, slows=1.5), *beside]).seconds == 5.5
 
 
 def test_a_wait_costs_no_more_than_the_collective_even_without_overlap():
-    assert simulate([Task("gather", "dp", 2.0), compute(0.0, (0,)), compute(1.0)], overlap=0.0).seconds == 3.0
+    assert simulate([Task("gather", "dp", 2.0, slows=2.0), compute(0.0, (0,)), compute(1.0)]).seconds == 3.0
 
 
 def test_computation_that_waits_for_a_collective_goes_on_once_it_is_awake_again():
-    waiting = [Task("gather", "dp", 2.0), compute(0.5), compute(0.0, (0,)), compute(1.0)]
-    assert simulate(waiting, sync=0.25).seconds == 3.25
-    assert simulate(waiting, sync=0.25).exposed == 1.75
-    assert simulate(waiting, overlap=0.0, sync=0.25).seconds == 3.75
+    waiting = [compute(0.5), compute(0.0, (0,)), compute(1.0)]
+    assert simulate([Task("gather", "dp", 2.0), *waiting], sync=0.25).seconds == 3.25
+    assert simulate([Task("gather", "dp", 2.0), *waiting], sync=0.25).exposed == 1.75
+    assert simulate([Task("gather", "dp", 2.0, slows=2.0), *waiting], sync=0.25).seconds == 3.75
 
 
 @pytest.mark.parametrize("started", [Task("gather", "dp", 2.0), Task("copy", "to device", 4.0)])
 def test_what_is_not_waited_for_and_a_copy_need_no_synchronizing(started):
-    tasks = [started, compute(3.0), compute(0.0, (0,))]
-    for overlap in (0.0, 0.5, 1.0):
-        assert simulate(tasks, overlap, sync=0.25).seconds == simulate(tasks, overlap).seconds
+    for slows in (0.0, 1.0, 2.0) if started.stream == "dp" else (0.0,):
+        tasks = [replace(started, slows=slows), compute(3.0), compute(0.0, (0,))]
+        assert simulate(tasks, sync=0.25).seconds == simulate(tasks).seconds
 
 
 def test_the_trace_has_a_track_per_stream_and_microseconds():

@@ -13,7 +13,7 @@ from typing import Any
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.cost_models.schedules import StageCost, simulate_schedule
-from shardgraph.cost_models.timeline import COMPUTE, StepTime, Task, simulate
+from shardgraph.cost_models.timeline import COMPUTE, COPIES, StepTime, Task, simulate
 from shardgraph.plans.pipeline_plan import Pipeline
 
 
@@ -56,7 +56,7 @@ class Half:
             waits.append(row.waits)
         return cls(tuple(known), tuple(order), tuple(waits))
 
-    def tasks(self, device: Device, without: Callable[[Operation], bool] | None = None) -> list[Task]:
+    def tasks(self, device: Device, overlap: float, without: Callable[[Operation], bool] | None = None) -> list[Task]:
         """As :func:`shardgraph.report.step.tasks_of`; collectives of which ``without`` is true take no time."""
         streams = filter(lambda operation: operation.stream, self.operations)
         left_out = set() if without is None else set(filter(without, streams))
@@ -68,7 +68,8 @@ class Half:
                 after: tuple[int, ...] = (latest,) if latest >= 0 else ()
             else:
                 after, latest = (i - waits,) if waits else (), i
-            tasks.append(Task("", stream or COMPUTE, seconds[index], after))
+            slows = (1 - overlap) * seconds[index] if stream and stream not in COPIES else 0.0
+            tasks.append(Task("", stream or COMPUTE, seconds[index], after, slows=slows))
         return tasks
 
 
@@ -97,8 +98,8 @@ class Work:
 
     def time(self, device: Device, without: Callable[[Operation], bool] | None = None) -> StepTime:
         """The step on a device; ``without`` some of the collectives."""
-        tasks = self.half.tasks(device, without)
-        timeline = simulate(tasks, self.overlap)
+        tasks = self.half.tasks(device, self.overlap, without)
+        timeline = simulate(tasks)
         compute_seconds = sum(task.seconds for task in tasks if task.stream == COMPUTE)
         sent = sum(task.seconds for task in tasks if task.stream != COMPUTE)
         return StepTime(compute_seconds, _update(self.update, device), sent, max(0.0, timeline.exposed))
@@ -134,7 +135,7 @@ class PipelineWork:
             halves = [
                 Half.of([row for row in each.rows if row.half == half], device) for half in ("forward", "backward")
             ]
-            was = tuple(simulate(half.tasks(device), overlap).seconds for half in halves)
+            was = tuple(simulate(half.tasks(device, overlap)).seconds for half in halves)
             moved = int(each.update * rate.per_second)
             stages.append(Stage(*halves, each.cost, was, each.once, moved, each.rank))  # type: ignore[arg-type]
         return cls(tuple(stages), analysis.plan.pipeline, overlap)
@@ -146,7 +147,7 @@ class PipelineWork:
         for stage in self.stages:
             key = stage.forward, stage.backward
             if key not in known:
-                known[key] = tuple(simulate(half.tasks(device), self.overlap).seconds for half in key)  # type: ignore
+                known[key] = tuple(simulate(half.tasks(device, self.overlap)).seconds for half in key)  # type: ignore
             forward, backward = (now / was for now, was in zip(known[key], stage.was, strict=True))
             cost = stage.cost
             costs.append(

@@ -112,7 +112,7 @@ class Prices:
 
     def link(self, axis: str) -> str:
         """The link that collectives over ``axis`` take turns on, with those over other axes that use it."""
-        return "in a node" if self._group(axis).inter is None else "between nodes"
+        return self._group(axis).where
 
     def copy(self, node: fx.Node) -> float:
         """Seconds of a copy between host and device on its stream."""

@@ -21,6 +21,7 @@ from shardgraph.api.options import OPTIONS, RUN_MESH
 from shardgraph.api.tune import fastest
 from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import SECONDS, checked
+from shardgraph.calibration.network import measure_network
 from shardgraph.capture.capture import own_loss, returns_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
@@ -43,6 +44,7 @@ from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
 from shardgraph.runtime.loss_weight import check_loss_weight
 from shardgraph.runtime.mesh import run_axes, run_device, run_mesh
+from shardgraph.runtime.nodes import nodes_of_run, ranks_per_node
 from shardgraph.runtime.sample_rows import check_random
 from shardgraph.runtime.watch import translated
 from shardgraph.search.answer import answer
@@ -171,6 +173,8 @@ def compile(
         lines += [fingerprint(model, question.plan.ignores)]
     if tune is not None:
         expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
+    if question.open and question.cluster is None:
+        measure_network(progress)
     captures = Captures(device, agreement.first_made)
     setup = Setup(device, loss_fn, agreement, progress, captures, loss_weight, runs, lengths, random)
     chosen = _decided(agreement, question, setup.captures)
@@ -184,7 +188,7 @@ def compile(
                 copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
             )
 
-        here = question.cluster is None and _local_ranks() == _ranks()
+        here = question.cluster is None and nodes_of_run() == 1
         room = question.budget - question.parameter_bytes  # beside the model that is given
         chosen = fastest(chosen, build, *inputs, tune, room, here=here)
         question = question.settled(chosen)
@@ -216,7 +220,7 @@ def compile(
 
 def _warn_of_memory(nbytes: int) -> None:
     """Warn, once on this machine, if its ranks are predicted to take more memory than is free now."""
-    here, free = _local_ranks(), host_memory()
+    here, free = ranks_per_node(), host_memory()
     if nbytes * here > free and os.environ.get("LOCAL_RANK", "0") == "0":
         warnings.warn(
             f"{here} ranks are predicted to take {format_bytes(nbytes)} each at their peak, and of this machine's "
@@ -228,15 +232,6 @@ def _warn_of_memory(nbytes: int) -> None:
 def _versions() -> str:
     python = ".".join(map(str, sys.version_info[:2]))
     return f"Python {python}, torch {torch.__version__}, shardgraph {shardgraph.__version__}"
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _local_ranks() -> int:
-    """The ranks of this run on this machine: all of them, unless what has launched them says otherwise."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", _ranks()))
 
 
 def _decided(agreement: Agreement, question: Question, captures: Captures) -> Plan:

@@ -29,14 +29,17 @@ def calibrate(
 ) -> Cluster:
     """This machine as a cluster, measured on ``nproc`` ranks that all work at once.
 
+    Called by the ranks of a run, as under ``torchrun``, all of them measure together and have the same result: the
+    nodes of the run, if it has several, with the network between them.
+
     Args:
-        nproc: number of ranks; by default one per GPU, or 2 without GPUs.
+        nproc: number of ranks; by default one per GPU, or 2 without GPUs. In a run it is left out.
         dtypes: dtypes to measure arithmetic in; memory traffic is measured in the first one.
         seconds: about how long to measure, in addition to starting the ranks. Each operation is timed at least a few
             times.
         progress: whether to show a progress line; None shows it on a terminal.
 
     Raises:
-        ClusterError: a dtype is not a floating-point one, or this process is already a rank of a run.
+        ClusterError: a dtype is not a floating-point one, or ``nproc`` is given by a rank of a run.
     """
     return fit(measure(nproc, dtypes, seconds, progress))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 import yaml
 from scipy.optimize import lsq_linear
 
+from shardgraph.calibration.files import write
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link, Rate
 
@@ -55,6 +54,18 @@ class Correction:
         intra = _slower_link(cluster.intra, self.communication)
         sync = cluster.sync * self.communication
         return replace(cluster, device=replace(device, rates=rates), intra=intra, inter=inter, sync=sync)
+
+
+def shared_by(ranks: int, machine: Cluster) -> Cluster:
+    """A machine with at least so many devices; more ranks of a CPU than it has cores share these and the memory, so
+    that all takes longer."""
+    if ranks <= machine.devices_per_node:
+        return machine
+    if machine.device.is_cpu:
+        turns = ranks / machine.devices_per_node
+        machine = Correction(turns, turns).of(machine)
+        machine = replace(machine, device=replace(machine.device, memory=int(machine.device.memory / turns)))
+    return replace(machine, devices_per_node=ranks)
 
 
 def fitted(steps: Sequence[MeasuredStep]) -> Correction:
@@ -101,17 +112,6 @@ def _jobs(cluster: Cluster, folder: Path) -> list[list[MeasuredStep]]:
 def _is_possible(step: MeasuredStep) -> bool:
     values = vars(step).values()
     return all(math.isfinite(value) and value >= 0 for value in values) and step.measured > 0
-
-
-def write(path: Path, content: str) -> None:
-    """Write a file whole, whoever else does so at the same time; where none can be written, a warning says so."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(content, encoding="utf-8")
-        written.replace(path)
-    except OSError as error:
-        warnings.warn(f"the rates of this machine cannot be kept in {path}: {error.strerror}", stacklevel=3)
 
 
 def _file(cluster: Cluster, folder: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -16,7 +16,7 @@ from shardgraph.calibration.timings import Measurements, Sample, Transfer
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.device import BYTE_KINDS, FLOP_KINDS, VIEW, Device, Host, Link, Rate
-from shardgraph.cost_models.group import Group
+from shardgraph.cost_models.group import BETWEEN_NODES, Group
 from shardgraph.sizes import aligned, format_seconds
 
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
@@ -28,8 +28,10 @@ def fit(measured: Measurements) -> Cluster:
     by_kind = _by_kind(measured.samples)
     transfers, overlap = behind_computation(measured.transfers)
     link, efficiency = fit_link(transfers, measured.ranks)
+    inter = fit_network(measured.between, measured.nodes) if measured.nodes > 1 else None
+    ranks = f"{measured.ranks} ranks" if inter is None else f"{measured.nodes} nodes of {measured.ranks} ranks"
     source = (
-        f"measured by shardgraph calibrate on {measured.ranks} ranks at once, {measured.threads} CPU threads each, "
+        f"measured by shardgraph calibrate on {ranks} at once, {measured.threads} CPU threads each, "
         f"torch {torch.__version__}, {platform.platform()}; peak is the best matmul measured"
     )
     device = Device(
@@ -46,8 +48,17 @@ def fit(measured: Measurements) -> Cluster:
         host=fit_host(measured.host),
     )
     doubt = _doubt(measured.samples, device)
-    sync = fit_sync(measured.transfers) if device.is_cpu else 0.0  # a GPU waits, and not the thread that calls it
-    return Cluster("measured", device, measured.ranks, 1, link, None, overlap, efficiency, doubt, source, sync)
+    # A GPU waits, and not the thread that calls it.
+    sync = fit_sync(measured.transfers or measured.between) if device.is_cpu else 0.0
+    nodes = measured.nodes, link, inter
+    return Cluster("measured", device, measured.ranks, *nodes, overlap, efficiency, doubt, source, sync)
+
+
+def fit_network(between: Sequence[Transfer], nodes: int) -> Link:
+    """The link between ``nodes`` nodes, a device's share of it, that fits timings of collectives between them."""
+    transfers, overlap = behind_computation(between)
+    link, efficiency = fit_link(transfers, nodes)
+    return replace(link, efficiency=efficiency, overlap=overlap)
 
 
 def _doubt(samples: Sequence[Sample], device: Device) -> float:
@@ -152,13 +163,26 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         rate = fitted[kind]
         unit = "" if kind == VIEW else "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"  # a view moves nothing
         add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
-    link, efficiency = cluster.intra, cluster.efficiency
-    for operation, transfers in _by_operation(behind_computation(measured.transfers)[0]).items():
-        rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
-        add(operation, rate, "B/s", [(t.seconds, _predict(t, measured.ranks, link, efficiency)) for t in transfers])
-    overlap = f"overlap of communication with computation: {cluster.overlap:.0%}"
+    overlaps = []
+    for timings, ranks, link, efficiency, overlap, where in _links(measured, cluster):
+        for operation, transfers in _by_operation(behind_computation(timings)[0]).items():
+            rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
+            pairs = [(t.seconds, _predict(t, ranks, link, efficiency)) for t in transfers]
+            add(f"{operation}{where}", rate, "B/s", pairs)
+        overlaps.append(f"overlap of communication{where} with computation: {overlap:.0%}")
     sync = f"longer where computation waits for communication: {format_seconds(cluster.sync)}"
-    return "\n".join([*aligned(rows), overlap, sync])
+    return "\n".join([*aligned(rows), *overlaps, sync])
+
+
+def _links(
+    measured: Measurements, cluster: Cluster
+) -> Iterator[tuple[Sequence[Transfer], int, Link, Mapping[str, float], float, str]]:
+    """What was timed on each link, by how many ranks, and what was fitted to it."""
+    if measured.transfers or measured.nodes == 1:
+        yield measured.transfers, measured.ranks, cluster.intra, cluster.efficiency, cluster.overlap, ""
+    if (inter := cluster.inter) is not None:
+        where = f" {BETWEEN_NODES}"
+        yield measured.between, measured.nodes, inter, inter.efficiency, cluster.overlap_on(BETWEEN_NODES), where
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

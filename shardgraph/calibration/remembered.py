@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import platform
 import subprocess
@@ -17,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-from shardgraph.calibration.correction import Correction, MeasuredStep, correction_of, fitted, remember, write
+from shardgraph.calibration.correction import Correction, MeasuredStep, correction_of, fitted, remember
+from shardgraph.calibration.files import folder, named, write
+from shardgraph.calibration.network import on_nodes_of_run
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ClusterError
@@ -37,21 +38,21 @@ def this_machine() -> Cluster:
     a longer ``shardgraph calibrate`` as ``cluster``. What is measured while other programs keep the machine busy is
     remembered for as long as they do, and then measured again. Where they cannot be measured, they are
     :meth:`Cluster.detect`'s guesses, with a warning. Prices that measured steps have corrected (:func:`learn`) are
-    corrected.
+    corrected. In a run over several nodes it is as many such machines, with the network between them.
 
     Raises:
         ClusterError: it has a GPU that is not described.
     """
     machine = _uncorrected()
-    return correction_of(machine, _folder()).of(machine)
+    return on_nodes_of_run(correction_of(machine, folder()).of(machine))
 
 
 def learn(steps: Sequence[MeasuredStep]) -> Correction:
     """Correct the prices of this machine for next time by the measured steps of a job, whose predictions were made with
     the present prices; returns the factors between these."""
     machine = _uncorrected()
-    present = correction_of(machine, _folder())
-    remember([present.undone(step) for step in steps], machine, _folder())
+    present = correction_of(machine, folder())
+    remember([present.undone(step) for step in steps], machine, folder())
     return fitted(steps)
 
 
@@ -68,12 +69,7 @@ def _uncorrected() -> Cluster:
 def measured_file() -> Path:
     """Where this CPU's rates are kept: one file for each CPU, number of cores and release of PyTorch."""
     of = detection.cpu_name(), detection.cpu_cores(), torch.__version__, platform.python_version(), _MEASURES
-    key = " ".join(map(str, of))
-    return _folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.yaml"
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardgraph"
+    return named("cpu", *of)
 
 
 def busy_file() -> Path:

@@ -38,9 +38,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The timings of a machine's ranks; ``memory`` is one rank's share in bytes.
+    """The timings of the ``ranks`` of a node, and of its collectives; ``memory`` is one rank's share in bytes.
 
-    ``host`` are copies from host memory to the device (kind ``"copy"``) and updates of parameters in host memory.
+    ``between`` are collectives of one rank of each of ``nodes`` nodes, of all such groups at once. ``host`` are copies
+    from host memory to the device (kind ``"copy"``) and updates of parameters in host memory.
     """
 
     device: str
@@ -50,3 +51,5 @@ class Measurements:
     samples: tuple[Sample, ...]
     transfers: tuple[Transfer, ...]
     host: tuple[Sample, ...] = ()
+    nodes: int = 1
+    between: tuple[Transfer, ...] = ()

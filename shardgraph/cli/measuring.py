@@ -20,10 +20,17 @@ def calibrate(
     ] = "cluster.yaml",
     as_json: Json = False,
 ) -> None:
-    """Measure how fast this machine computes and communicates, and write it to a cluster file."""
+    """Measure how fast this machine computes and communicates, and write it to a cluster file.
+
+    To measure the network between nodes as well, start it on all of them: torchrun ... -m shardgraph calibrate.
+    """
+    import torch.distributed as dist
+
     from shardgraph.calibration import fit, fit_table, measure
 
     measured = measure(nproc, seconds=seconds)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
     cluster = fit(measured)
     cluster.save(out)
     wrote = f"Wrote {out}. Use it wherever a cluster is needed: cluster={out!r}, or --cluster {out}"

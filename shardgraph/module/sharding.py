@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -23,6 +22,7 @@ from shardgraph.module.state_on_disk import keep_state_on_disk
 from shardgraph.plans.plan import ParameterPlan, Plan
 from shardgraph.plans.shards import named_shapes
 from shardgraph.runtime.agreement import Agreement
+from shardgraph.runtime.nodes import ranks_per_node
 from shardgraph.torch_api import has_backend, list_weights
 
 
@@ -165,8 +165,7 @@ def _parameter_memory(
         for fqn, parameter in model.named_parameters()
         if stages.has(fqn)
     }
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1
-    return ParameterMemory(parts, entries, device, plan.offload.disk, ranks)
+    return ParameterMemory(parts, entries, device, plan.offload.disk, ranks_per_node())
 
 
 def _shards(

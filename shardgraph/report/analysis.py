@@ -195,7 +195,7 @@ class Analysis(StepCosts):
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """The collectives, and the copies between host and device, in the order in which they are awaited."""
-        return tuple(transfers_of(self.rows, self.timeline, self.cluster.overlap))
+        return tuple(transfers_of(self.rows, self.timeline))
 
     @checked(measured=_TIMES, limit=WHOLE)
     def transfer_table(self, measured: Mapping[tuple[str, str], float] | None = None, limit: int = 20) -> str:

@@ -49,7 +49,7 @@ def least_exposed(program: Program, cluster: Cluster) -> float:
         work = {node: own[node.name] for node in gm.graph.nodes if node.name in own}
         machines = {node: row.link or row.stream or COMPUTE for node, row in work.items()}
         seconds = {node: row.seconds for node, row in work.items()}
-        slowed = {node: (1 - cluster.overlap) * row.seconds for node, row in work.items() if row.link}
+        slowed = {node: (1 - cluster.overlap_on(row.link)) * row.seconds for node, row in work.items() if row.link}
         computed = sum(row.seconds for node, row in work.items() if machines[node] == COMPUTE)
         total += max(0.0, least_seconds(gm, seconds, machines, slowed) - computed)
     return total

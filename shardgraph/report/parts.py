@@ -135,7 +135,7 @@ def _exposed_in_stages(analysis: PipelineAnalysis) -> dict[str, float]:
 
 def _waits(rows: Sequence[Row], cluster: Cluster) -> dict[str, float]:
     waits: defaultdict[str, float] = defaultdict(float)
-    for transfer in transfers_of(rows, timeline_of(rows, cluster), cluster.overlap):
+    for transfer in transfers_of(rows, timeline_of(rows, cluster)):
         waits[transfer.stream] += transfer.exposed
     return waits
 

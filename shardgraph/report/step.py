@@ -18,7 +18,7 @@ from shardgraph.passes.program import Program
 from shardgraph.report.update import trained_shards, update_memory
 
 
-def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
+def tasks_of(rows: Sequence[Row], cluster: Cluster) -> Iterator[Task]:
     """The tasks of a timeline with one compute stream and one stream per mesh axis.
 
     A collective starts when the computation issued before it has ended; a wait blocks the computation until its
@@ -30,12 +30,13 @@ def tasks_of(rows: Sequence[Row]) -> Iterator[Task]:
             after: tuple[int, ...] = (latest,) if latest >= 0 else ()
         else:
             after, latest = (i - row.waits,) if row.waits else (), i
-        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node, row.link)
+        slows = (1 - cluster.overlap_on(row.link)) * row.seconds if row.link else 0.0
+        yield Task(row.label, row.stream or COMPUTE, row.seconds, after, row.node, row.link, slows)
 
 
 def timeline_of(rows: Sequence[Row], cluster: Cluster, call: float = 0.0) -> Timeline:
     """The simulated timeline of rows on a cluster, whose operations Python calls ``call`` seconds apart."""
-    return simulate(list(tasks_of(rows)), cluster.overlap, call, cluster.sync)
+    return simulate(list(tasks_of(rows, cluster)), call, cluster.sync)
 
 
 def program_halves(program: Program, *, whole_step: bool = False) -> dict[str, fx.GraphModule]:

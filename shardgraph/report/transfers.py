@@ -36,18 +36,14 @@ class Transfer:
         return self.slows + self.waited
 
 
-def transfers_of(rows: Sequence[Row], timeline: Timeline, overlap: float) -> Iterator[Transfer]:
-    """Those of a program's rows, of which ``timeline`` has the spans, in the order in which they are awaited.
-
-    A collective slows the computation during the part of its time that is not ``overlap``.
-    """
+def transfers_of(rows: Sequence[Row], timeline: Timeline) -> Iterator[Transfer]:
+    """Those of a program's rows, of which ``timeline`` has the spans, in the order in which they are awaited."""
     for i, (row, span) in enumerate(zip(rows, timeline.spans, strict=True)):
         if row.waits:
             start = rows[i - row.waits]
             nbytes = start.sent or start.written
             where = row.half, row.node, start.label, start.module, start.stream
-            slows = (1 - overlap) * start.seconds if start.link else 0.0
-            yield Transfer(*where, nbytes, start.seconds, slows, span.waited)
+            yield Transfer(*where, nbytes, start.seconds, timeline.spans[i - row.waits].task.slows, span.waited)
 
 
 def table_of(transfers: Sequence[Transfer], measured: Mapping[tuple[str, str], float] | None, limit: int) -> str:

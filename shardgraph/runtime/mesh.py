@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from shardgraph.errors import PlanError
 from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
 from shardgraph.runtime.device import current_device, group_device_type
+from shardgraph.runtime.nodes import nodes_of_run, ranks_per_node
 
 
 def run_axes(mesh: DeviceMesh | Mapping[str, int] | None, plan: str | Plan) -> Mesh:
@@ -80,6 +80,16 @@ def _mesh(mesh: DeviceMesh | Mapping[str, int] | None, axes: Mesh) -> DeviceMesh
     return init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
 
 
+IN_NODE, OVER_NODES = "in_node", "over_nodes"
+
+
+def node_mesh() -> DeviceMesh:
+    """All ranks as nodes times the ranks of each. All ranks must call it."""
+    mesh = run_mesh(None, ((OVER_NODES, nodes_of_run()), (IN_NODE, dist.get_world_size() // nodes_of_run())))
+    assert mesh is not None
+    return mesh
+
+
 def run_device(mesh: DeviceMesh | Mapping[str, int] | None) -> torch.device | None:
     """The device that ranks of this run compute on; None without a process group."""
     if isinstance(mesh, DeviceMesh):
@@ -90,7 +100,7 @@ def run_device(mesh: DeviceMesh | Mapping[str, int] | None) -> torch.device | No
 def _default_mesh(world: int, plan: str | Plan) -> dict[str, int]:
     if plan != "hsdp":
         return {"pp" if plan == "pp" else "dp": world}
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    per_node = ranks_per_node()
     if world % per_node or world == per_node:
         raise PlanError(
             f"plan 'hsdp' on {world} ranks of one node: say how to divide them, such as "

@@ -44,7 +44,8 @@ def filling(group: Group, cluster: Cluster, total: float) -> int:
 
     latency = seconds(0)
     sent = latency / (seconds(_LARGE) - latency) * _LARGE  # in as much time as the latency
-    slowing = (1 - cluster.overlap) / cluster.overlap if cluster.overlap else math.inf
+    overlap = cluster.overlap_on(group.where)
+    slowing = (1 - overlap) / overlap if overlap else math.inf
     wanted = min(sent * (1 / _LATENCY - 1), math.sqrt(total * sent * max(slowing, 1.0)))
     least, most = _SIZES
     size = least

@@ -71,7 +71,7 @@ def both(undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: Laye
 
 def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float) -> float:
     """How many times as long the collectives along ``axis`` take in the group ``far`` as among ``near`` ranks of a
-    node, which send ``nbytes`` bytes of activations."""
+    node, or of as many nodes of one device, which send ``nbytes`` bytes of activations."""
     whole = max(_LEAST, int(nbytes))
 
     def seconds(group: Group) -> float:
@@ -81,7 +81,7 @@ def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float) ->
         operation = "all_to_all_single" if axis == "ep" else "all_reduce"
         return collective_seconds(operation, whole, whole, group, cluster.efficiency)
 
-    return seconds(far) / seconds(Group.of_node(near, cluster.intra))
+    return seconds(far) / seconds(cluster.group_of(((axis, near),), axis))
 
 
 def _work(one: Part, divided: Part, half: str, ranks: int) -> float:

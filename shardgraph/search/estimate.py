@@ -191,10 +191,16 @@ class _Estimate:
         layer's share, or what the ``end`` of the model takes if that is more. It slows computation, unless that waits
         for copies of activations."""
         alone = min(communication, max(communication / (self.costs.layers + 1), end))
-        overlap = self.cluster.overlap
+        overlap = self._overlap
         slowed = 0.0 if self.layout.offloads_activations else (1 - overlap) * communication
         awaited = self.cluster.sync if communication else 0.0  # the first or the last
         return max(computation + slowed, communication) + overlap * alone + awaited
+
+    @cached_property
+    def _overlap(self) -> float:
+        """Of the data ranks' communication, over the link on which most is waited for."""
+        group = self._group("dp_replicate") or self._group(self._sharding)
+        return self.cluster.overlap if group is None else self.cluster.overlap_on(group.where)
 
     def _copies(self, part: Part, sent: float) -> float:
         """Seconds to copy those of a part's tensors that share collectives, if anything is ``sent``."""

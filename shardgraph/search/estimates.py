@@ -67,9 +67,9 @@ class Estimates:
         self._layers = 0 if self._stack is None else self._stack.layers - self._stack.head
         machine = source.question.machine
         ranks = source.question.plan.world_size
-        self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.devices_per_node]
+        self._degrees = [d for d in _DEGREES if ranks % d == 0 and d <= machine.closest]
         degrees = {layout.degree for layout in self._layouts(ranks, machine, pipelines)} if self._mesh else set()
-        if 1 < max(degrees, default=1) <= machine.devices_per_node:
+        if 1 < max(degrees, default=1) <= machine.closest:
             self._degrees = sorted(degrees)
         self._costs = CostTable(source, max(self._degrees, default=1))
         self.remarks = self._costs.remarks
@@ -95,7 +95,7 @@ class Estimates:
         free = self._layouts(ranks, machine, self._pipelines)
         every = [layout for layout in free if layout.ep == 1 or self._divides_experts(layout.ep)]
         inside = [layout for layout in every if layout.degree in (1, *self._degrees)]
-        beyond = [layout for layout in every if layout.degree > machine.devices_per_node and self._degrees]
+        beyond = [layout for layout in every if layout.degree > machine.closest and self._degrees]
         estimated: list[Estimated] = []
         self._undivided: list[Layout] = []
         for shared, group in itertools.product((False, True), (inside, beyond)):

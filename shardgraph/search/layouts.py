@@ -179,7 +179,7 @@ def layouts(
     along operators inside each node and another axis beyond. Parameters are sharded over all data ranks, or over those
     of a node, or of a few nodes, and replicated over the others.
     """
-    inside = min(cluster.devices_per_node, ranks)
+    inside = min(cluster.closest, ranks)
     for stages in _divisors(ranks) if pipelines else [1]:
         if stages > max(1, layers):
             continue

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardgraph.calibration import this_machine
-from shardgraph.calibration.correction import Correction
+from shardgraph.calibration.correction import shared_by
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
 from shardgraph.plans.plan import Plan
@@ -17,7 +17,7 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
     """The cluster for a caller's argument.
 
     If only a device is named, it has enough nodes for ``ranks``; without an argument it is this machine, as if it had
-    at least as many devices. Ranks of a CPU share its memory, and more ranks than cores share those: all takes longer.
+    at least as many devices, or in a run over several nodes these.
 
     Raises:
         ClusterError: no such device or file.
@@ -26,13 +26,7 @@ def machine_for(cluster: Cluster | str | Path | None, ranks: int) -> Cluster:
         return cluster
     if cluster is None:
         machine = this_machine()
-        if ranks <= machine.devices_per_node:
-            return machine
-        if machine.device.is_cpu:
-            turns = ranks / machine.devices_per_node
-            machine = Correction(turns, turns).of(machine)
-            machine = replace(machine, device=replace(machine.device, memory=int(machine.device.memory / turns)))
-        return replace(machine, devices_per_node=ranks)
+        return with_devices(machine, ranks) if machine.nodes > 1 else shared_by(ranks, machine)
     if isinstance(cluster, Path) or cluster.endswith((".yaml", ".yml")):
         return Cluster.load(cluster)
     one = Cluster.of(cluster)
