@@ -135,11 +135,32 @@ def test_a_call_without_its_loss_is_not_cut_into_stages():
     assert not any("pp" in dict(each.mesh) for each in chosen().considered)
 
 
-def test_a_model_without_equal_layers_says_that_stages_were_not_searched():
-    model, loss = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), nn.functional.mse_loss
-    options = {"loss_fn": loss, "cluster": toy_cluster(1, devices_per_node=2)}
-    found = shardgraph.plan(model, (torch.zeros(4, 8),), example_kwargs={"target": torch.zeros(4, 8)}, **options)
-    assert "not searched: stages of a pipeline" in found.explain() and "with stages" not in found.explain()
+def unlike(blocks: int) -> nn.Sequential:
+    """Blocks of which no two are equal."""
+    widths = [512 + 64 * block for block in range(blocks)]
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, 512)) for width in widths)
+    )
+
+
+def over_a_slow_link(model: nn.Module) -> shardgraph.Plan:
+    """The plan for two nodes of one device, joined by a slow link."""
+    cluster = toy_cluster(2, devices_per_node=1)
+    assert cluster.inter is not None
+    slow = replace(cluster, inter=replace(cluster.inter, bandwidth=1e7))
+    rows = {"example_inputs": (torch.zeros(8, 512),), "example_kwargs": {"target": torch.zeros(8, 512)}}
+    return shardgraph.plan(model, **rows, loss_fn=nn.functional.mse_loss, cluster=slow)
+
+
+def test_a_model_without_equal_layers_has_stages_where_that_is_fastest():
+    plan = over_a_slow_link(unlike(4))
+    assert plan.name == "pp" and dict(plan.whole_mesh) == {"pp": 2}
+    assert shardgraph.verify(unlike(4), (torch.randn(8, 512),), plan, steps=2).ok
+
+
+def test_a_model_of_one_block_has_no_stages():
+    plan = over_a_slow_link(nn.Linear(512, 512))
+    assert "pp" not in dict(plan.whole_mesh) and not any("pp" in dict(each.mesh) for each in plan.considered)
 
 
 @pytest.mark.slow

@@ -55,10 +55,14 @@ def fit(measured: Measurements) -> Cluster:
 
 
 def fit_network(between: Sequence[Transfer], nodes: int) -> Link:
-    """The link between ``nodes`` nodes, a device's share of it, that fits timings of collectives between them."""
-    transfers, overlap = behind_computation(between)
-    link, efficiency = fit_link(transfers, nodes)
-    return replace(link, efficiency=efficiency, overlap=overlap)
+    """The link between ``nodes`` nodes, a device's share of it, that fits timings of collectives between them.
+
+    What is hidden is told by the sums of all timings, of which large collectives are most: small ones wait for threads
+    that a computation keeps from waking, more or less by chance.
+    """
+    added, alone = sum(each.added for each in between), sum(each.seconds for each in between)
+    link, efficiency = fit_link(between, nodes)
+    return replace(link, efficiency=efficiency, overlap=min(max(1 - added / alone, 0.0), 1.0))
 
 
 def _doubt(samples: Sequence[Sample], device: Device) -> float:
@@ -165,7 +169,7 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
     overlaps = []
     for timings, ranks, link, efficiency, overlap, where in _links(measured, cluster):
-        for operation, transfers in _by_operation(behind_computation(timings)[0]).items():
+        for operation, transfers in _by_operation(timings).items():
             rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
             pairs = [(t.seconds, _predict(t, ranks, link, efficiency)) for t in transfers]
             add(f"{operation}{where}", rate, "B/s", pairs)
@@ -177,9 +181,9 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
 def _links(
     measured: Measurements, cluster: Cluster
 ) -> Iterator[tuple[Sequence[Transfer], int, Link, Mapping[str, float], float, str]]:
-    """What was timed on each link, by how many ranks, and what was fitted to it."""
+    """What the timings on each link were taken for, by how many ranks, and what was fitted to them."""
     if measured.transfers or measured.nodes == 1:
-        yield measured.transfers, measured.ranks, cluster.intra, cluster.efficiency, cluster.overlap, ""
+        yield behind_computation(measured.transfers)[0], measured.ranks, cluster.intra, cluster.efficiency, cluster.overlap, ""
     if (inter := cluster.inter) is not None:
         where = f" {BETWEEN_NODES}"
         yield measured.between, measured.nodes, inter, inter.efficiency, cluster.overlap_on(BETWEEN_NODES), where

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.errors import PlanError
 from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
 from shardgraph.report.folding import unlike
 from shardgraph.search.batches import Batches
@@ -22,6 +23,7 @@ from shardgraph.search.layer_costs import LayerCosts
 from shardgraph.search.layouts import Layout, layouts, layouts_on
 from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.source import Source
+from shardgraph.search.stages import blocks_of
 from shardgraph.search.ways import OFFLOADS
 
 Estimated = tuple[Layout, Estimate]
@@ -63,7 +65,6 @@ class Estimates:
         self._mesh = None if self._question.free_mesh else self._question.plan.mesh
         self._axes = ["tp"] + ["cp"] * (source.call.sequence >= _LONG) + ["ep"] * self._may_have_experts
         self._stack = None if source.depths is None else source.depths.stack
-        self._units = 0 if self._stack is None else self._stack.units
         self._layers = 0 if self._stack is None else self._stack.layers - self._stack.head
         machine = source.question.machine
         ranks = source.question.plan.world_size
@@ -122,19 +123,27 @@ class Estimates:
 
     def _layouts(self, ranks: int, machine: Cluster, pipelines: bool) -> Iterator[Layout]:
         """All layouts of the mesh that is asked for; of any mesh if none is."""
+        blocks = self._blocks[0] if pipelines else 1
         if self._mesh is not None:
-            return layouts_on(self._mesh, self._units, pipelines=pipelines)
-        return layouts(ranks, machine, self._units, pipelines=pipelines, axes=self._axes)
+            return layouts_on(self._mesh, blocks, pipelines=pipelines)
+        return layouts(ranks, machine, blocks, pipelines=pipelines, axes=self._axes)
+
+    @cached_property
+    def _blocks(self) -> tuple[int, float]:
+        """How many stages the model can have at most; and if it has no equal layers, of which those are units, the
+        bytes that pass from one to the next."""
+        if self._stack is not None:
+            return self._stack.units, 0.0
+        source = self._source
+        try:
+            return blocks_of(source.captures.joint(source.call, self._question.with_options(Layout().plan())))
+        except PlanError:  # nothing runs one after the other
+            return 1, 0.0
 
     @property
     def left_out(self) -> Iterator[str]:
         """What no layout has, though a plan may, and why."""
-        if self._pipelines and self._units < 2:
-            yield (
-                "not searched: stages of a pipeline, since estimates of them are of equal layers, and the model has no "
-                "long stack of such: plan 'pp', or 'pp+' and another, finds where stages begin in any model"
-            )
-        elif self._pipelines:
+        if self._pipelines and self._blocks[0] > 1:
             yield (
                 "not searched with stages: chunks of the loss, layers of which some are recomputed or kept gathered, "
                 "axes over several nodes, and operators divided with whole activations between them, since pipelines "
@@ -176,6 +185,8 @@ class Estimates:
                 return None
             if layout.full and (whole := self._costs.of(replace(known, recompute="full"), links)) is not None:
                 costs = costs.with_some_as(whole, layout.full)
+            if layout.stages > 1 and self._stack is None:
+                costs = costs.in_blocks(*self._blocks)
             guesses.append(estimate(known, costs, machine, self._question.optimizer))
         return replace(guesses[0], memory=min(guess.memory for guess in guesses))
 

@@ -107,6 +107,13 @@ class LayerCosts:
         """All of the model."""
         return self.head.plus(self.tail).plus(self.layer, self.layers)
 
+    def in_blocks(self, blocks: int, crossing: float) -> LayerCosts:
+        """The costs of a model without equal layers as those of so many equal blocks, from each of which ``crossing``
+        bytes pass to the next."""
+        shares = tuple(min(1.0, share * blocks) for share in self.shares)
+        layer = Part().plus(self.head, 1 / blocks)
+        return replace(self, head=Part(), layer=layer, layers=blocks, crossing=crossing, shares=shares)
+
     def with_links_faster(self, factor: float) -> LayerCosts:
         """The costs with links inside a node whose bandwidth is ``factor`` times as large."""
         if factor == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from shardgraph.passes.analysis.liveness import Storage, storages_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.partition.split import split
 from shardgraph.passes.pipeline.assign import Assignment, assign_stages
-from shardgraph.passes.pipeline.cuts import annotated_stages, balanced, beginnings_of, cut_points
+from shardgraph.passes.pipeline.cuts import CutPoint, annotated_stages, balanced, beginnings_of, cut_points
 from shardgraph.passes.pipeline.extract import crossings
 from shardgraph.plans.plan import Plan
 from shardgraph.report.pipeline import message_seconds
@@ -77,21 +78,14 @@ def _blocks_of(
 ) -> tuple[list[StageCost], list[str]]:
     """The cost of each block of a model captured for one microbatch, and the names of the modules that begin a block.
 
-    The blocks are in forward order; no module begins the first one. They are between the cut points that leave each of
-    them a parameter, since optimizers refuse a rank that has none, or between all where those are too few.
+    The blocks are in forward order; no module begins the first one.
 
     Seconds and bytes are those of a rank that computes the microbatch alone; collectives inside a stage are left out,
     since they add alike to all stages. Parameters and the state of AdamW are the rank's part under ``plan``; gradients
     are whole along the axis that shards the parameter.
     """
     assert plan.pipeline is not None
-    gm, points = copy_graph(joint.module), cut_points(joint.module)
-    named = {node.name: node for node in gm.graph.nodes}
-    assignment = assign_stages(gm, [named[point.node.name] for point in points])
-    begin = sorted({home for _, _, home in _homes_of_parameters(gm, assignment)})[1:]
-    if len(begin) >= plan.pipeline.count - 1:
-        points = [points[block - 1] for block in begin]
-        assignment = assign_stages(gm, [named[point.node.name] for point in points])
+    gm, points, assignment = _cut(joint, plan.pipeline.count)
     again = plan.pipeline.checkpoint != "never"
     saved = [0] * assignment.count if again else _saved(gm, assignment)
     fixed = _fixed(gm, assignment, plan, shapes)
@@ -117,6 +111,29 @@ def _blocks_of(
             )
         )
     return costs, [point.name for point in points]
+
+
+def blocks_of(joint: JointGraph) -> tuple[int, float]:
+    """How many stages a captured model can have at most, and the bytes that usually pass from one to the next."""
+    gm, points, assignment = _cut(joint, 2)
+    if not points:
+        return 1, 0.0
+    ends = crossings(gm, assignment)
+    sizes = (sum(node.meta["val"].nbytes for node in ends[number][0]) for number in range(1, assignment.count))
+    return assignment.count, statistics.median(sizes)
+
+
+def _cut(joint: JointGraph, stages: int) -> tuple[fx.GraphModule, list[CutPoint], Assignment]:
+    """A copy of the graph, cut between the cut points that leave each block a parameter, since optimizers refuse a rank
+    that has none; or between all where those are too few for so many stages."""
+    gm, points = copy_graph(joint.module), cut_points(joint.module)
+    named = {node.name: node for node in gm.graph.nodes}
+    assignment = assign_stages(gm, [named[point.node.name] for point in points])
+    begin = sorted({home for _, _, home in _homes_of_parameters(gm, assignment)})[1:]
+    if len(begin) >= stages - 1:
+        points = [points[block - 1] for block in begin]
+        assignment = assign_stages(gm, [named[point.node.name] for point in points])
+    return gm, points, assignment
 
 
 def _homes_of_parameters(gm: fx.GraphModule, assignment: Assignment) -> Iterator[tuple[str, fx.Node, int]]:
