@@ -183,7 +183,8 @@ def _links(
 ) -> Iterator[tuple[Sequence[Transfer], int, Link, Mapping[str, float], float, str]]:
     """What the timings on each link were taken for, by how many ranks, and what was fitted to them."""
     if measured.transfers or measured.nodes == 1:
-        yield behind_computation(measured.transfers)[0], measured.ranks, cluster.intra, cluster.efficiency, cluster.overlap, ""
+        transfers, _ = behind_computation(measured.transfers)
+        yield transfers, measured.ranks, cluster.intra, cluster.efficiency, cluster.overlap, ""
     if (inter := cluster.inter) is not None:
         where = f" {BETWEEN_NODES}"
         yield measured.between, measured.nodes, inter, inter.efficiency, cluster.overlap_on(BETWEEN_NODES), where
