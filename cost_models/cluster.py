@@ -73,10 +73,10 @@ class Cluster:
 
     ``intra`` joins the devices of a node, ``inter`` is a device's share of the node's network (None: one node).
     ``overlap`` is the fraction of a collective's time during which computation is not slowed: 1 if communication has
-    engines of its own, less if it takes cores from the computation. Between nodes it is the link's, if that has one.
+    engines of its own, less if it takes cores from the computation. A link may have its own.
     ``efficiency`` is the fraction of a link's bandwidth that a collective attains, by operation (such as
     ``all_gather_into_tensor``); by default 1. Above 1, a switch reduces inside a node, and only groups inside one gain.
-    Between nodes it is the link's, of operations of which that has one.
+    A link may have its own, of some operations or all.
     ``sync`` is how many seconds longer a rank waits for a collective than it takes after another one: until the slowest
     rank has come to it and the thread that waits is awake again. It is 0 where the device waits, and not a thread.
     ``doubt`` is how far predicted seconds may be off: of the steps that were compared with measured ones, 8 of 10 took
@@ -204,8 +204,8 @@ class Cluster:
 
     def overlap_on(self, where: str) -> float:
         """``overlap`` of collectives whose :attr:`Group.where` this is."""
-        inter = self.inter if where == BETWEEN_NODES else None
-        return self.overlap if inter is None or inter.overlap is None else inter.overlap
+        link = self.inter if where == BETWEEN_NODES and self.inter is not None else self.intra
+        return self.overlap if link.overlap is None else link.overlap
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ClusterError if ``mesh`` needs more devices than there are."""

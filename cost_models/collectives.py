@@ -73,15 +73,16 @@ def collective_seconds(
 ) -> float:
     """Seconds of one ``operation`` of a ``group``; 0 for a group of one.
 
-    ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1; a link between nodes may
-    have its own. The other arguments and errors are those of :func:`wire_bytes`.
+    ``efficiency`` is the fraction of the bandwidth that each operation attains, by default 1; a link may have its
+    own. The other arguments and errors are those of :func:`wire_bytes`.
     """
     sent = wire_bytes(operation, operand, result, group.ranks, on)
     if group.ranks == 1:
         return 0.0
-    attained, intra, inter = efficiency.get(operation, 1.0), group.intra, group.inter
+    intra, inter = group.intra, group.inter
+    attained = (intra if inter is None else inter).efficiency.get(operation, efficiency.get(operation, 1.0))
     if inter is not None:
-        attained = min(inter.efficiency.get(operation, attained), 1.0)  # what a switch gains, it does inside a node
+        attained = min(attained, 1.0)  # what a switch gains, it does inside a node
     steps = _STEPS[operation]
     if inter is None:
         return steps(group.ranks, on) * intra.latency_of(operation) + sent / (intra.bandwidth * attained)

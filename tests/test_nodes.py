@@ -81,9 +81,12 @@ def test_nodes_of_different_numbers_of_ranks_are_taken_for_one(of_eight: pytest.
 # -- the link between them ---------------------------------------------------------------------------------------------
 
 
-def test_a_link_between_nodes_has_its_own_efficiency() -> None:
-    inter = Link(1e9, 0.0, efficiency={"all_reduce": 0.5})
-    group = replace(toy_cluster(nodes=2, devices_per_node=1), inter=inter).group_of((("dp", 2),), "dp")
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_link_may_have_its_own_efficiency(nodes: int) -> None:
+    link = Link(1e9, 0.0, efficiency={"all_reduce": 0.5})
+    cluster = toy_cluster(nodes, devices_per_node=2 // nodes)
+    cluster = replace(cluster, intra=link) if nodes == 1 else replace(cluster, inter=link)
+    group = cluster.group_of((("dp", 2),), "dp")
     of_cluster = {"all_reduce": 0.25, "all_gather_into_tensor": 0.25}
     assert collective_seconds("all_reduce", 10**9, 10**9, group, of_cluster) == pytest.approx(2.0)
     assert collective_seconds("all_gather_into_tensor", 10**9 // 2, 10**9, group, of_cluster) == pytest.approx(2.0)
@@ -103,9 +106,11 @@ def test_a_link_between_nodes_has_its_own_overlap() -> None:
     assert slowed(replace(cluster, inter=replace(cluster.inter, overlap=0.75))) == pytest.approx(0.25)
 
 
-def test_inside_a_node_the_overlap_is_the_clusters() -> None:
+def test_a_link_without_an_overlap_has_the_clusters() -> None:
     cluster = replace(toy_cluster(overlap=0.25), inter=Link(1e9, 0.0, overlap=0.75))
     assert (cluster.overlap_on(IN_A_NODE), cluster.overlap_on(BETWEEN_NODES)) == (0.25, 0.75)
+    cluster = replace(cluster, intra=Link(1e9, 0.0, overlap=0.5), inter=Link(1e9, 0.0))
+    assert (cluster.overlap_on(IN_A_NODE), cluster.overlap_on(BETWEEN_NODES)) == (0.5, 0.25)
 
 
 def test_what_a_link_has_of_its_own_round_trips_through_a_file(tmp_path: Path) -> None:

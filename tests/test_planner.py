@@ -138,9 +138,7 @@ def test_a_call_without_its_loss_is_not_cut_into_stages():
 def unlike(blocks: int) -> nn.Sequential:
     """Blocks of which no two are equal."""
     widths = [512 + 64 * block for block in range(blocks)]
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, 512)) for width in widths)
-    )
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, width), nn.GELU(), nn.Linear(width, 512)) for width in widths))
 
 
 def over_a_slow_link(model: nn.Module) -> shardgraph.Plan:
