@@ -15,7 +15,7 @@ from torch import nn
 
 from shardgraph.calibration.collectives import time_collectives
 from shardgraph.calibration.programs import Step, reference_steps
-from shardgraph.calibration.timing import LEAST_ROUNDS, MOST_ROUNDS, slowest, synchronize, time_all
+from shardgraph.calibration.timing import LEAST_ROUNDS, MOST_ROUNDS, of_all_ranks, slowest, synchronize, time_all
 from shardgraph.calibration.timings import Measurements, Sample, Transfer
 from shardgraph.cost_models.detection import machine_memory
 from shardgraph.cost_models.device import FLOP_KINDS
@@ -108,9 +108,7 @@ def _measure_rank(dtypes: tuple[str, ...], seconds: float, progress: bool | None
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
     here = tuple(samples), tuple(transfers), tuple(host), nodes, tuple(between)
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, Measurements(name, ranks, torch.get_num_threads(), memory, *here))
-    return _together(by_rank)
+    return _together(of_all_ranks(Measurements(name, ranks, torch.get_num_threads(), memory, *here)))
 
 
 class Training:

@@ -6,7 +6,6 @@ import platform
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from shardgraph.calibration.correction import shared_by
 from shardgraph.calibration.files import named, write
 from shardgraph.calibration.fitting import fit_network
 from shardgraph.calibration.measuring import mean_of_ranks
+from shardgraph.calibration.timing import of_all_ranks
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
@@ -53,9 +53,7 @@ def measure_network(progress: bool | None = None) -> None:
     path = network_file()
     if nodes_of_run() == 1 or dist.get_backend() == "fake" or path in _known:
         return
-    links: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(links, _remembered(path))
-    link = next((link for link in links if link is not None), None)
+    link = next((link for link in of_all_ranks(_remembered(path)) if link is not None), None)
     if link is None:
         link = _measured(progress)
     _known[path] = link
@@ -89,8 +87,7 @@ def _measured(progress: bool | None) -> Link:
         show("")
         group, device = node_mesh().get_group(OVER_NODES).group_name, current_device(group_device_type())
         transfers = time_collectives(group, nodes, _SECONDS, device)
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, tuple(transfers))
+    by_rank = of_all_ranks(tuple(transfers))
     return fit_network(mean_of_ranks(by_rank, "seconds", "added", "awaited"), nodes)
 
 

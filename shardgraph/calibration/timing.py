@@ -6,9 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from math import ceil
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 200
 """Timings of an operation."""
@@ -44,6 +47,13 @@ def seconds_of(run: Callable[[], object], count: int, device: torch.device) -> f
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """The values of all ranks, on each of them."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def slowest(times: list[float], device: torch.device) -> list[float]:
