@@ -15,6 +15,8 @@ from torch import nn
 
 import shardgraph
 from shardgraph.calibration import network, this_machine
+from shardgraph.calibration.files import write
+from shardgraph.calibration.remembered import measured_file
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
 from shardgraph.errors import ClusterError
@@ -24,10 +26,12 @@ from tests.standing import environment
 
 @contextmanager
 def two_nodes(cache: str) -> Iterator[None]:
-    """The launcher of this run says that half of its ranks are on this node; prices are remembered in ``cache``."""
+    """The launcher of this run says that half of its ranks are on this node; prices are remembered in ``cache``, those
+    of the CPU already."""
     with environment():
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size() // 2)
         os.environ["XDG_CACHE_HOME"] = cache
+        write(measured_file(), Cluster.detect().to_yaml())  # nothing but the network is measured
         network._known.clear()
         yield
         network._known.clear()
@@ -46,7 +50,9 @@ def refused(cache: str) -> str:
 
 def planned(cache: str) -> tuple[str, Cluster, Cluster | None, list[str]]:
     """The automatic plan's name, the cluster before and after it was found, and the files that are remembered."""
-    with two_nodes(cache):
+    patch = pytest.MonkeyPatch()
+    with two_nodes(cache), patch.context() as patched:
+        patched.setattr(network, "_SECONDS", 0.1)
         before = this_machine()
         torch.manual_seed(0)
         model, x = nn.Linear(64, 64), torch.ones(4, 64)
