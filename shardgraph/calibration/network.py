@@ -30,7 +30,7 @@ _MEASURES = 1  # of measurements: another number if they are made otherwise
 _ETHERNET = Link(bandwidth=1.1e9, latency=5e-5)
 """A guess for nodes whose network has not been measured and whose devices have no usual one: 10 Gbit/s Ethernet."""
 
-_known: dict[Path, Link] = {}  # on every rank alike, once the ranks have shared it
+_known: dict[Path, Link] = {}  # in this process
 
 
 def on_nodes_of_run(machine: Cluster) -> Cluster:
@@ -39,7 +39,7 @@ def on_nodes_of_run(machine: Cluster) -> Cluster:
     nodes, ranks = nodes_of_run(), ranks_per_node()
     if nodes == 1:
         return machine
-    inter = _known.get(network_file()) or _remembered(network_file()) or machine.inter or _ETHERNET
+    inter = _here(network_file()) or machine.inter or _ETHERNET
     return replace(shared_by(ranks, machine), devices_per_node=ranks, nodes=nodes, inter=inter)
 
 
@@ -50,10 +50,11 @@ def measure_network(progress: bool | None = None) -> None:
     :func:`network_file`: delete that file to measure again, or pass that of a longer ``shardgraph calibrate``, started
     on all nodes, as ``cluster``.
     """
-    path = network_file()
-    if nodes_of_run() == 1 or dist.get_backend() == "fake" or path in _known:
+    if nodes_of_run() == 1 or dist.get_backend() == "fake":
         return
-    link = next((link for link in of_all_ranks(_remembered(path)) if link is not None), None)
+    path = network_file()
+    # Always, since some of the ranks may have joined the run later.
+    link = next((link for link in of_all_ranks(_here(path)) if link is not None), None)
     if link is None:
         link = _measured(progress)
     _known[path] = link
@@ -89,6 +90,11 @@ def _measured(progress: bool | None) -> Link:
         transfers = time_collectives(group, nodes, _SECONDS, device)
     by_rank = of_all_ranks(tuple(transfers))
     return fit_network(mean_of_ranks(by_rank, "seconds", "added", "awaited"), nodes)
+
+
+def _here(path: Path) -> Link | None:
+    """The link as this rank knows it, if it does."""
+    return _known.get(path) or _remembered(path)
 
 
 def _remembered(path: Path) -> Link | None:
