@@ -19,7 +19,7 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.cost_models.actions import Action, Kind, Order
-from shardgraph.passes.analysis.loss_reduction import LossReduction, loss_reduction
+from shardgraph.passes.analysis.loss_reduction import LossReduction, loss_reductions
 from shardgraph.passes.analysis.parameter_readers import Names, in_memory_of
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.base import Context, Graphs, GraphsPass, of_kind, run_on_graphs, sibling
@@ -247,15 +247,7 @@ class Program:
         Raises:
             ShardGraphError: one is not a weighted sum of sums and means over rows; the message has the line.
         """
-        joint = self.joint
-        values = {
-            role.index: value
-            for role, value in ir.outputs(joint.module)
-            if isinstance(role, ir.Output) and role.index < joint.returned
-            if isinstance(value, fx.Node) and not value.meta["val"].dim()
-        }
-        numbers = joint.row_numbers() if values else []
-        return {i: loss_reduction(joint.module, value, joint.rows, numbers) for i, value in values.items()}
+        return loss_reductions(self.joint)
 
     @cached_property
     def needed(self) -> frozenset[str]:

@@ -156,6 +156,19 @@ def test_a_model_without_equal_layers_has_stages_where_that_is_fastest():
     assert shardgraph.verify(unlike(4), (torch.randn(8, 512),), plan, steps=2).ok
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of the batch, which microbatches do not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def test_a_model_that_mixes_rows_of_its_batch_has_no_stages():
+    plan = over_a_slow_link(nn.Sequential(*unlike(2), Centred(), *unlike(2)))
+    assert "pp" not in dict(plan.whole_mesh) and not any("pp" in dict(each.mesh) for each in plan.considered)
+    assert "not searched: stages of a pipeline: the rows of a batch are not computed apart: at " in plan.explain()
+
+
 def test_a_model_of_one_block_has_no_stages():
     plan = over_a_slow_link(nn.Linear(512, 512))
     assert "pp" not in dict(plan.whole_mesh) and not any("pp" in dict(each.mesh) for each in plan.considered)

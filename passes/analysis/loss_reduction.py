@@ -116,6 +116,19 @@ def loss_reduction(
     return LossReduction(terms, SOURCE.get(loss) or "the end of forward")
 
 
+def loss_reductions(joint: ir.JointGraph) -> dict[int, LossReduction]:
+    """How each 0-dimensional output of a captured model is reduced over the rows of its batch, by its index; errors are
+    those of :func:`loss_reduction`."""
+    values = {
+        role.index: value
+        for role, value in ir.outputs(joint.module)
+        if isinstance(role, ir.Output) and role.index < joint.returned
+        if isinstance(value, fx.Node) and not value.meta["val"].dim()
+    }
+    numbers = joint.row_numbers() if values else []
+    return {i: loss_reduction(joint.module, value, joint.rows, numbers) for i, value in values.items()}
+
+
 _SAME = {
     aten.alias.default,
     aten.clone.default,

@@ -115,9 +115,9 @@ def compile(
             compiled at the first call, which needs a C++ compiler for CPUs: once for equal layers. Collectives stay as
             they are scheduled. Operations that inductor cannot compile run eagerly, with a warning that says why.
         cluster: the hardware for which ``plan="auto"``, ``memory`` and the choice of pipeline stages predict costs, as
-            for :func:`shardgraph.analyze`; None: this machine, or the nodes of this run, whose network the ranks measure
-            the first time. Without example inputs no cost can be predicted, and ``"auto"`` takes the plan with the
-            least memory.
+            for :func:`shardgraph.analyze`; None: this machine, or the nodes of this run, whose network its ranks
+            measure the first time. Without example inputs no cost can be predicted, and ``"auto"`` takes the plan with
+            the least memory.
         recompute: what backward recomputes instead of saving it in forward; overrides the plan. ``"none"``, ``"full"``
             (every layer), ``"selective"`` (operations that are cheap for the bytes they free), or ``"budget"`` (the
             fastest choice whose predicted peak fits ``memory``, by default the device's; needs example inputs).

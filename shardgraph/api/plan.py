@@ -23,6 +23,7 @@ from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.progress import Progress
+from shardgraph.proof.microbatches import check_cut
 from shardgraph.search.machine import machine_for, resolve_axes
 from shardgraph.search.planner import choose_plan
 from shardgraph.search.precisions import fastest
@@ -144,5 +145,5 @@ def searched(
     check_described(question.plan, machine.device)
     kwargs = dict(example_kwargs or {})
     call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None)
-    source = Source(call, fused=is_fused(backend))
+    source = Source(call, fused=is_fused(backend), check_cut=check_cut)
     return source, source.call.loss_fn is not None or "labels" in kwargs

@@ -19,6 +19,7 @@ from shardgraph import ir
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import SOURCE
+from shardgraph.passes.analysis.loss_reduction import loss_reductions
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.plans.plan import Plan
 from shardgraph.proof.held import Held, MixedError, divided, patterns, whole_size
@@ -113,6 +114,13 @@ def rows_of_call(joint: ir.JointGraph, call: Call, plan: Plan, captures: Capture
         with suppress(ShardGraphError):  # of inputs whose values forward asks for, there are no two rows
             return rows_of(captures.take(replace(call.resized(2), training=False), plan))
     return rows_of(joint)
+
+
+def check_cut(joint: ir.JointGraph, call: Call, plan: Plan, captures: Captures) -> None:
+    """Raise ShardGraphError if what a captured call computes of microbatches does not add up to what it computes of
+    their batch, with the line."""
+    loss_reductions(joint)
+    rows_of_call(joint, call, plan, captures).raise_if_mixed()
 
 
 def _forward(joint: ir.JointGraph) -> set[fx.Node]:

@@ -16,13 +16,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardgraph.capture.capture import own_loss
-from shardgraph.errors import CaptureError, PlanError
+from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.plans.plan import Plan
 from shardgraph.search.batches import Batches
 from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.cost_table import SMALL
+from shardgraph.search.depths import PLACED
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, cheapest, in_other_buckets, price
@@ -216,6 +218,8 @@ class Finals:
                 break
             if self._saves_needlessly(layout) or self._is_too_large(layout, guess):
                 continue
+            if layout.stages > 1 and self._why_no_stages:
+                continue
             if best is not None and tried >= self._most and layout not in presets:
                 continue
             self._price(layout)
@@ -290,6 +294,8 @@ class Finals:
     def _left(self, estimated: Sequence[Estimated]) -> list[Estimated]:
         """What was not priced, though it may fit."""
         left = (pair for pair in estimated if pair[0] not in self._priced)
+        if "_why_no_stages" in vars(self) and self._why_no_stages:  # if that was asked: to find out takes time
+            left = (pair for pair in left if pair[0].stages == 1)
         return [pair for pair in left if self.may_fit(*pair) and not self._saves_needlessly(pair[0])]
 
     def bounds(self, estimated: Sequence[Estimated]) -> Bounds:
@@ -373,11 +379,27 @@ class Finals:
         if self._priced.get(layout) is not None or (layout in self._priced and not whole):
             return
         try:
+            if layout.stages > 1 and self._why_no_stages:
+                raise PlanError(self._why_no_stages)
             asked = self._source_of(layout), self._plan(layout), self._budget, layout.accumulated
             self._priced[layout] = price(*asked, whole=whole) if self._deep else cheapest(*asked)
         except (PlanError, CaptureError) as error:
             self._priced[layout] = None
             self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
+
+    @cached_property
+    def _why_no_stages(self) -> str:
+        """Why microbatches, which stages need, do not add up to a batch; empty if they do."""
+        layout = Layout(stages=2, batch=self._source.call.batch)
+        source, plan = self._source_of(layout), self._question.with_options(Layout().plan())
+        if source.depths is not None:
+            source = source.at(source.depths, PLACED, plan)
+        try:
+            source.check_cut(source.captures.joint(source.call, plan), source.call, plan, source.captures)
+        except ShardGraphError as error:
+            self.remarks[f"not searched: stages of a pipeline: {error}"] = None
+            return str(error)
+        return ""
 
     def _source_of(self, layout: Layout) -> Source:
         """The source of the layout's batch, whose call has the loss if stages need it."""

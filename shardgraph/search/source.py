@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.stacks import Stack
+from shardgraph.ir import JointGraph
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -15,6 +16,8 @@ from shardgraph.search.decide import decide
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
 
+CheckCut = Callable[[JointGraph, Call, Plan, Captures], None]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -22,6 +25,7 @@ class Source:
 
     ``fused``: price chains of pointwise operations as fused; ``fold``: analyse only a few layers of a stack of equal
     layers, if that is enough. ``captures`` has graphs of the call, ``depths`` those of other numbers of layers.
+    ``check_cut`` raises ShardGraphError of a captured call whose batch cannot be cut into microbatches.
     """
 
     question: Question
@@ -29,6 +33,7 @@ class Source:
     fold: bool = True
     captures: Captures = field(default_factory=Captures, repr=False, compare=False)
     depths: Depths | None = field(default=None, repr=False, compare=False)
+    check_cut: CheckCut = field(default=lambda *_: None, repr=False, compare=False)
 
     @property
     def call(self) -> Call:
