@@ -27,7 +27,7 @@ from shardgraph.runtime.device import current_device, group_device_type
 from shardgraph.runtime.host import empty_on_host
 from shardgraph.runtime.launch import is_rank, launch
 from shardgraph.runtime.mesh import IN_NODE, OVER_NODES, node_mesh
-from shardgraph.runtime.nodes import nodes_of_run, ranks_per_node
+from shardgraph.runtime.nodes import nodes_of_run
 
 T = TypeVar("T")
 Timing = TypeVar("Timing", Sample, Transfer)
@@ -79,7 +79,8 @@ def mean_of_ranks(by_rank: Sequence[tuple[Timing, ...]], *times: str) -> tuple[T
 def _measure_rank(dtypes: tuple[str, ...], seconds: float, progress: bool | None) -> Measurements:
     """What all ranks have measured, on every one of them."""
     device = current_device(group_device_type())
-    ranks, nodes = ranks_per_node(), nodes_of_run()
+    nodes = nodes_of_run()
+    ranks = dist.get_world_size() // nodes
     memory = machine_memory() // ranks
     mesh = node_mesh() if dist.get_world_size() > 1 else None
     share, quick = seconds / (len(dtypes) + (ranks > 1) + (nodes > 1)), seconds < _QUICK
