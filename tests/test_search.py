@@ -126,7 +126,7 @@ def test_no_preset_that_fits_is_faster(name, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("name", CALLS)
 def test_no_preset_that_fits_a_limit_of_memory_is_faster(name, devices):
