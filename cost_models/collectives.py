@@ -81,11 +81,10 @@ def collective_seconds(
         return 0.0
     intra, inter = group.intra, group.inter
     attained = (intra if inter is None else inter).efficiency.get(operation, efficiency.get(operation, 1.0))
-    if inter is not None:
-        attained = min(attained, 1.0)  # what a switch gains, it does inside a node
     steps = _STEPS[operation]
     if inter is None:
         return steps(group.ranks, on) * intra.latency_of(operation) + sent / (intra.bandwidth * attained)
+    attained = min(attained, 1.0)  # what a switch gains, it does inside a node
     between = steps(group.nodes, on) * inter.latency_of(operation)
     if operation in ("send", "all_to_all_single"):  # each rank's bytes take its own share of the network
         outside = 1 if operation == "send" else (group.ranks - group.inside) / (group.ranks - 1)

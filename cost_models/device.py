@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardgraph import arguments
 from shardgraph.arguments import NONE, NOT_NEGATIVE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
 from shardgraph.errors import ClusterError
 
@@ -85,7 +84,7 @@ class Link:
 
     def __post_init__(self) -> None:
         by_name = mapping_of("seconds by operation", NUMBER)
-        parts = mapping_of("parts of the bandwidth by operation", arguments.POSITIVE)
+        parts = mapping_of("parts of the bandwidth by operation", POSITIVE)
         check_fields(
             self, "a link's ", bandwidth=NUMBER, latency=NUMBER, latencies=by_name, efficiency=parts,
             overlap=NUMBER | NONE,

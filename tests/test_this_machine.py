@@ -15,10 +15,11 @@ from torch import nn
 import shardgraph
 from shardgraph.api.compile import _warn_of_memory
 from shardgraph.calibration import MeasuredStep, learn, remembered
-from shardgraph.calibration.correction import fitted
+from shardgraph.calibration.correction import Correction, fitted
 from shardgraph.calibration.remembered import measured_file, this_machine
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.cost_models.device import Link
 from shardgraph.search.machine import machine_for
 
 MEASURED = replace(Cluster.detect(), name="measured", doubt=0.07, devices_per_node=3, sync=1e-3)
@@ -164,6 +165,12 @@ def steps(computation: float, communication: float, shares: tuple[float, ...] = 
 
 def test_the_factors_of_steps_that_differ_in_communication_are_found():
     assert vars(fitted(steps(1.5, 0.7))) == pytest.approx({"computation": 1.5, "communication": 0.7}, rel=0.05)
+
+
+def test_a_corrected_link_keeps_its_own_efficiency_and_overlap():
+    link = Link(1e9, 1e-4, {"all_reduce": 2e-4}, {"all_reduce": 0.5}, 0.75)
+    corrected = Correction(communication=2.0).of(replace(MEASURED, inter=link)).inter
+    assert corrected == replace(link, bandwidth=5e8, latency=2e-4, latencies={"all_reduce": 4e-4})
 
 
 def test_steps_that_communicate_nothing_teach_nothing_of_it():

@@ -171,10 +171,11 @@ def compile(
         if inputs is not None:
             question = _about_call(question, *inputs, loss_fn, device)
         lines += [_versions(), question.text, f"loss weight: {loss_weight}", f"random: {random}", f"lengths: {lengths}"]
-        lines += [fingerprint(model, question.plan.ignores)]
+        measures = question.open and question.cluster is None and nodes_of_run() > 1
+        lines += [fingerprint(model, question.plan.ignores), f"measures the network between nodes: {measures}"]
     if tune is not None:
         expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
-    if question.open and question.cluster is None:
+    if measures:
         measure_network(progress)
     captures = Captures(device, agreement.first_made)
     setup = Setup(device, loss_fn, agreement, progress, captures, loss_weight, runs, lengths, random)

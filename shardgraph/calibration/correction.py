@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 import yaml
 from scipy.optimize import lsq_linear
 
-from shardgraph.calibration.files import write
+from shardgraph.calibration.files import named, write
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link, Rate
 
@@ -81,27 +80,27 @@ def fitted(steps: Sequence[MeasuredStep]) -> Correction:
     return Correction(float(computation), float(communication))
 
 
-def correction_of(cluster: Cluster, folder: Path) -> Correction:
-    """The correction of these prices by the jobs that ``folder`` remembers; none if it has no file that can be read."""
-    steps = [step for job in _jobs(cluster, folder) for step in job]
+def correction_of(cluster: Cluster) -> Correction:
+    """The correction of these prices by the jobs that are remembered; none if there is no file that can be read."""
+    steps = [step for job in _jobs(cluster) for step in job]
     return fitted(steps) if steps else Correction()
 
 
-def remember(steps: Sequence[MeasuredStep], cluster: Cluster, folder: Path) -> None:
-    """Add the steps of a job, predicted with these prices, to ``folder``.
+def remember(steps: Sequence[MeasuredStep], cluster: Cluster) -> None:
+    """Add the steps of a job, predicted with these prices, to those that are remembered.
 
     All jobs there correct the prices together. Were each to correct what the one before it had left, the factors would
     drift by what is peculiar to models, since a job tells computation and communication apart but roughly.
     """
-    jobs = [*_jobs(cluster, folder), steps][-_JOBS:]
+    jobs = [*_jobs(cluster), steps][-_JOBS:]
     written = [[[float(f"{value:.4g}") for value in vars(step).values()] for step in job] for job in jobs]
     data = {"schema": _SCHEMA, "of": f"{cluster.name}, {cluster.device.name}", "jobs": written}
-    write(_file(cluster, folder), yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+    write(_file(cluster), yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
-def _jobs(cluster: Cluster, folder: Path) -> list[list[MeasuredStep]]:
+def _jobs(cluster: Cluster) -> list[list[MeasuredStep]]:
     try:
-        data = yaml.safe_load(_file(cluster, folder).read_text(encoding="utf-8"))
+        data = yaml.safe_load(_file(cluster).read_text(encoding="utf-8"))
         jobs = [[MeasuredStep(*map(float, step)) for step in job] for job in data["jobs"]]
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError):
         return []
@@ -114,7 +113,7 @@ def _is_possible(step: MeasuredStep) -> bool:
     return all(math.isfinite(value) and value >= 0 for value in values) and step.measured > 0
 
 
-def _file(cluster: Cluster, folder: Path) -> Path:
+def _file(cluster: Cluster) -> Path:
     """A file for these prices alone: those of another measurement, or release of PyTorch, have not been corrected."""
     prices: Mapping[str, object] = {
         "rates": cluster.device.rates,
@@ -124,7 +123,7 @@ def _file(cluster: Cluster, folder: Path) -> Path:
         "sync": cluster.sync,
         "torch": torch.__version__,
     }
-    return folder / f"correction-{hashlib.sha256(repr(prices).encode()).hexdigest()[:16]}.yaml"
+    return named("correction", repr(prices))
 
 
 def _slower_rate(rate: Rate, factor: float) -> Rate:
@@ -133,4 +132,4 @@ def _slower_rate(rate: Rate, factor: float) -> Rate:
 
 def _slower_link(link: Link, factor: float) -> Link:
     latencies = {operation: seconds * factor for operation, seconds in link.latencies.items()}
-    return Link(link.bandwidth / factor, link.latency * factor, latencies)
+    return replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor, latencies=latencies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -128,8 +128,8 @@ def fit_link(transfers: Sequence[Transfer], ranks: int) -> tuple[Link, dict[str,
     per_byte: dict[str, float] = {}
     for operation, same in _by_operation(transfers).items():
         seconds = [transfer.seconds for transfer in same]
-        steps = [_predict(transfer, ranks, Link(inf, 1.0), {}) for transfer in same]
-        sent = [_predict(transfer, ranks, Link(1.0, 0.0), {}) for transfer in same]
+        steps = [_predict(transfer, ranks, Link(inf, 1.0)) for transfer in same]
+        sent = [_predict(transfer, ranks, Link(1.0, 0.0)) for transfer in same]
         latency, slope = _solve(list(zip(steps, sent, strict=True)), seconds)
         if not slope:  # noise
             latency, (slope,) = 0.0, _solve([[nbytes] for nbytes in sent], seconds)
@@ -168,26 +168,22 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         unit = "" if kind == VIEW else "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"  # a view moves nothing
         add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
     overlaps = []
-    for timings, ranks, link, efficiency, overlap, where in _links(measured, cluster):
+    for timings, ranks, link, where in _links(measured, cluster):
         for operation, transfers in _by_operation(timings).items():
-            rate = Rate(link.bandwidth * efficiency[operation], link.latencies[operation])
-            pairs = [(t.seconds, _predict(t, ranks, link, efficiency)) for t in transfers]
-            add(f"{operation}{where}", rate, "B/s", pairs)
-        overlaps.append(f"overlap of communication{where} with computation: {overlap:.0%}")
+            rate = Rate(link.bandwidth * link.efficiency[operation], link.latencies[operation])
+            add(f"{operation}{where}", rate, "B/s", [(t.seconds, _predict(t, ranks, link)) for t in transfers])
+        overlaps.append(f"overlap of communication{where} with computation: {link.overlap:.0%}")
     sync = f"longer where computation waits for communication: {format_seconds(cluster.sync)}"
     return "\n".join([*aligned(rows), *overlaps, sync])
 
 
-def _links(
-    measured: Measurements, cluster: Cluster
-) -> Iterator[tuple[Sequence[Transfer], int, Link, Mapping[str, float], float, str]]:
-    """What the timings on each link were taken for, by how many ranks, and what was fitted to them."""
+def _links(measured: Measurements, cluster: Cluster) -> Iterator[tuple[Sequence[Transfer], int, Link, str]]:
+    """What the timings on each link were taken for, by how many ranks, and the link that was fitted to them."""
     if measured.transfers or measured.nodes == 1:
-        transfers, _ = behind_computation(measured.transfers)
-        yield transfers, measured.ranks, cluster.intra, cluster.efficiency, cluster.overlap, ""
-    if (inter := cluster.inter) is not None:
-        where = f" {BETWEEN_NODES}"
-        yield measured.between, measured.nodes, inter, inter.efficiency, cluster.overlap_on(BETWEEN_NODES), where
+        intra = replace(cluster.intra, efficiency=cluster.efficiency, overlap=cluster.overlap)
+        yield behind_computation(measured.transfers)[0], measured.ranks, intra, ""
+    if cluster.inter is not None:
+        yield measured.between, measured.nodes, cluster.inter, f" {BETWEEN_NODES}"
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -210,9 +206,8 @@ def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[fl
     return [float(value) for value in solution]
 
 
-def _predict(transfer: Transfer, ranks: int, link: Link, efficiency: Mapping[str, float]) -> float:
-    group = Group.of_node(ranks, link)
-    return collective_seconds(transfer.operation, transfer.operand, transfer.result, group, efficiency)
+def _predict(transfer: Transfer, ranks: int, link: Link) -> float:
+    return collective_seconds(transfer.operation, transfer.operand, transfer.result, Group.of_node(ranks, link), {})
 
 
 def _by_kind(samples: Iterable[Sample]) -> dict[str, list[Sample]]:

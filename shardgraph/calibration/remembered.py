@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from shardgraph.calibration.correction import Correction, MeasuredStep, correction_of, fitted, remember
-from shardgraph.calibration.files import folder, named, write
+from shardgraph.calibration.files import named, write
 from shardgraph.calibration.network import on_nodes_of_run
 from shardgraph.cost_models import detection
 from shardgraph.cost_models.cluster import Cluster
@@ -44,15 +44,15 @@ def this_machine() -> Cluster:
         ClusterError: it has a GPU that is not described.
     """
     machine = _uncorrected()
-    return on_nodes_of_run(correction_of(machine, folder()).of(machine))
+    return on_nodes_of_run(correction_of(machine).of(machine))
 
 
 def learn(steps: Sequence[MeasuredStep]) -> Correction:
     """Correct the prices of this machine for next time by the measured steps of a job, whose predictions were made with
     the present prices; returns the factors between these."""
     machine = _uncorrected()
-    present = correction_of(machine, folder())
-    remember([present.undone(step) for step in steps], machine, folder())
+    present = correction_of(machine)
+    remember([present.undone(step) for step in steps], machine)
     return fitted(steps)
 
 
