@@ -38,16 +38,21 @@ class Fragile(nn.Module):
 
 
 def found(
-    kind: str, plan: str, mesh: dict[str, int], bad: int | None = None, pipeline: Pipeline | None = None
+    kind: str,
+    plan: str,
+    mesh: dict[str, int],
+    bad: int | None = None,
+    pipeline: Pipeline | None = None,
+    microbatch: int = 1,
 ) -> tuple[Any, bool]:
     """What :func:`shardgraph.find_nonfinite` says, where the data rank ``bad`` has rows that break the model, in a
-    pipeline of two microbatches the rows of the second; and whether all is as before."""
+    pipeline of two microbatches the rows of this ``microbatch``; and whether all is as before."""
     torch.manual_seed(0)
     x = torch.rand(4, 8) + 0.1
     model = Fragile(kind)
     sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=(x,), pipeline=pipeline)
     if bad is not None and sharded.plan.data_rank(dist.get_rank()) == bad:
-        x[0 if pipeline is None else 2 :] *= -3
+        x[slice(None) if pipeline is None else slice(2 * microbatch, 2 * microbatch + 2)] *= -3
     if kind == "parameter" and dist.get_rank() == 1:
         with torch.no_grad():
             sharded.mid.weight.to_local()[0, 0] = torch.nan

@@ -85,6 +85,16 @@ def test_in_a_pipeline_it_is_named_with_stage_and_microbatch(pipeline, kind, val
     assert f"in {graph} of microbatch 1 in stage {made.stage}" in str(made)
 
 
+@pytest.mark.quick("1f1b-masked away")
+@pytest.mark.parametrize("kind", ["root", "masked away"])
+@pytest.mark.parametrize("pipeline", ["1f1b", "halves"])
+def test_what_a_microbatch_made_is_not_said_of_the_next_one_that_adds_to_its_gradients(pipeline, kind):
+    results = on_ranks(numeric_faults.found, 2, args=(kind, "pp", {"pp": 2}, 0, PIPELINES[pipeline][2], 0))
+    made = results[0][0]
+    assert all(result == made and unchanged for result, unchanged in results)
+    assert made.microbatch == 0 and made.graph == ("backward" if kind == "root" else "forward")
+
+
 def test_a_parameter_that_was_not_finite_before_is_named():
     made = found("parameter", "fsdp", PLANS["fsdp"])
     assert made.operation == "what was there before the step: parameter 'mid.weight'" and made.rank == 1

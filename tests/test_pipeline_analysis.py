@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import shardgraph
 from shardgraph import Pipeline, PlanError, preset
@@ -75,6 +76,18 @@ def test_adding_up_the_gradients_of_microbatches_is_computation_of_all_but_the_f
         assert stage.cost.backward_input + stage.cost.backward_weight == pytest.approx(stage.cost.backward)
         assert stage.cost.backward_weight > seconds
     assert priced.time.exposed == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_microbatch_adds_each_gradient_as_soon_as_it_has_it(schedule):
+    """So that it holds one gradient beside those that it adds to, and not all of them."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    wanted, one = preset("pp", {"pp": 2}, Pipeline(4, schedule)), 64 * 64 * 4
+    priced = shardgraph.analyze(model, (torch.randn(8, 64),), wanted, cluster=toy_cluster())
+    for stage in priced.stages:
+        for kind in "BW":
+            assert stage.gradients <= stage.working[kind] + stage.cost.saved < stage.gradients + one
+            assert one <= stage.adding[kind] + stage.cost.saved < 2 * one
 
 
 def test_states_of_a_stage_are_sharded_over_the_axes_beside_the_pipeline():

@@ -279,6 +279,8 @@ def storages_of(
             stored = _stored(gm, held, granule)
         if node.op == "placeholder" and ROLE.of(node) in left:
             held[node] = left[ROLE.of(node)]
+        elif isinstance(ROLE.get(node), ir.Accumulated):  # memory of its own; equal layers may have one fake tensor
+            held[node] = [Storage(-(-node.meta["val"].nbytes // granule) * granule, start)]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
             tensors = _tensors(node.meta.get("val"))

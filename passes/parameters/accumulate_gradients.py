@@ -8,8 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardgraph.ir import Accumulated, Gradient, Parameter, Role, SquaredNorm, buckets, outputs, set_outputs
-from shardgraph.ir.attributes import REDUCES, Change, carried, new_placeholder
+from shardgraph.ir import (
+    Accumulated,
+    Gradient,
+    Parameter,
+    Role,
+    SquaredNorm,
+    buckets,
+    copy_graph,
+    outputs,
+    set_outputs,
+)
+from shardgraph.ir.attributes import REDUCES, VALUE, Change, carried, new_placeholder, write
 from shardgraph.ir.subgraph import subgraph
 from shardgraph.passes.base import Context, Graphs, GraphsPass, Pass
 from shardgraph.passes.builder import Builder
@@ -99,6 +109,27 @@ def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
         return None
     results += [(role, value) for role, value in outputs(backward) if _of_reduced(role)]
     return subgraph(backward, [node for node in backward.graph.nodes if node in REDUCES], inputs, results)
+
+
+def adding_to_earlier(backward: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that returns unreduced gradients, for microbatches after the first: it takes the gradients of
+    those before (role ``Accumulated``), and adds its own to each as soon as it has it. The sum takes the place of its
+    own, so that no microbatch holds a second set of gradients."""
+    gm = copy_graph(backward)
+    first = next(iter(gm.graph.nodes))
+    body = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    results = outputs(gm)
+    for i, (role, own) in enumerate(results):
+        if not (isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(own, fx.Node)):
+            continue
+        with gm.graph.inserting_before(first):
+            earlier = new_placeholder(gm.graph, f"accumulated_{own.name}", Accumulated(role.of), own)
+        with gm.graph.inserting_before(body if own.op == "placeholder" else own.next):
+            total = gm.graph.call_function(torch.ops.aten.add.Tensor, (earlier, own))
+        write(total, carried(Change.MERGED, own) | {VALUE: own.meta["val"]})
+        results[i] = role, total
+    set_outputs(gm, results)
+    return gm
 
 
 def _of_reduced(role: Role | None) -> bool:

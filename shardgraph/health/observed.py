@@ -158,6 +158,8 @@ class Observer:
                 self._sent[message] = Place(run, value)
             elif isinstance(role, (ir.Saved, ir.Gathered)):
                 self._given[_key(run, role)] = Place(run, value)
+            elif isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter):  # which the next one may add to
+                self._given[_key(run, ir.Accumulated(role.of))] = Place(run, value)
         return results
 
     def sent(self, messages: Iterable[Sequence[Any]]) -> list[Place]:
@@ -182,7 +184,7 @@ class Observer:
 
 def _key(run: Run, role: ir.Role) -> Any:
     """What is kept from one graph to another, of this stage and, if it is not of all, of this microbatch."""
-    return run.stage, None if isinstance(role, ir.Gathered) else run.microbatch, role
+    return run.stage, None if isinstance(role, (ir.Gathered, ir.Accumulated)) else run.microbatch, role
 
 
 def _message(run: Run, role: ir.Role, sends: bool = False) -> Message | None:

@@ -24,6 +24,7 @@ from shardgraph.ir.attributes import ON_HOST
 from shardgraph.passes.analysis.liveness import MemoryProfile, Storage, profile_memory, profile_step, storages_of
 from shardgraph.passes.analysis.local import on_rank, shard_bytes
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
+from shardgraph.passes.parameters.accumulate_gradients import adding_to_earlier
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.plan import Plan
 from shardgraph.report.accumulation import accumulation_rows
@@ -47,10 +48,11 @@ class StageAnalysis:
 
     ``state`` are the bytes that are always live, by kind; ``gradients`` those of gradients, live from the first
     backward on; ``working`` the peak bytes of an action by its kind, in addition to those and to what other
-    microbatches have saved. ``written`` are the bytes of buffers that each microbatch would write, held until all of
-    them have run; ``forwarded`` and ``returned`` those of the messages that one gets from other ranks, in forward and
-    in backward. After the last action, ``reducing`` bytes are needed beside the gradients until ``reduced`` bytes of
-    them are left, and ``updating`` are the optimizer's temporaries.
+    microbatches have saved, and ``adding`` those of backward once there are gradients that it adds to. ``written``
+    are the bytes of buffers that each microbatch would write, held until all of them have run; ``forwarded`` and
+    ``returned`` those of the messages that one gets from other ranks, in forward and in backward. After the last
+    action, ``reducing`` bytes are needed beside the gradients until ``reduced`` bytes of them are left, and
+    ``updating`` are the optimizer's temporaries.
     """
 
     number: int
@@ -62,6 +64,7 @@ class StageAnalysis:
     state: Mapping[str, int]
     gradients: int
     working: Mapping[str, int]
+    adding: Mapping[str, int]
     written: int
     forwarded: int
     returned: int
@@ -150,7 +153,9 @@ class PipelineAnalysis(StepCosts):
         begun: set[int] = set()
         for ran, messages in zip(self.schedule.ranks[rank], self._messages(rank), strict=True):
             stage, kind = own[ran.action.stage], ran.action.kind
-            yield _Moment(written, saved, gradients, messages, stage.working[kind])
+            adds = kind in "BW" and stage.number in begun
+            working = stage.adding[kind] if adds else stage.working[kind]
+            yield _Moment(written, saved, gradients, messages, working)
             saved += stage.cost.held(kind)
             written += stage.written if kind == "F" else 0
             if kind in "BW" and stage.number not in begun:
@@ -340,6 +345,7 @@ class _Stages:
             state=state,
             gradients=sum(gradients.values()),
             working=self._working(stage, halves, live, saved),
+            adding=self._adding(stage, halves, saved, sum(gradients.values())),
             written=_written(stage),
             forwarded=self._received(stage, stage.received, -1),
             returned=self._received(stage, stage.returned, 1),
@@ -426,14 +432,27 @@ class _Stages:
         if halves.backward is not None:
             forwarded = _unsaved_messages(halves.forward)
             peaks["B"] = max(live["backward"]) - saved + forwarded
-            device = self.cluster.device
             for kind, part in zip("IW", halves.parts, strict=True):
-                memory = profile_step(
-                    halves.forward, part, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu
-                )
                 before = ir.Saved if kind == "I" else (ir.Saved, ir.Returned)
-                peaks[kind] = max(_live(memory)["backward"]) - _given(halves, part, before) + forwarded
+                peaks[kind] = self._most(halves, part) - _given(halves, part, before) + forwarded
         return peaks
+
+    def _adding(self, stage: StageProgram, halves: Halves, saved: int, gradients: int) -> dict[str, int]:
+        """Like ``_working``, of backward that adds its gradients to those of so many bytes that are there."""
+        if halves.backward is None:
+            return {"B": 0, "W": 0}
+        forwarded, (_, weights) = _unsaved_messages(halves.forward), halves.parts
+        given = {"B": saved, "W": _given(halves, weights, (ir.Saved, ir.Returned))}
+        return {
+            kind: self._most(halves, adding_to_earlier(part)) - given[kind] - gradients + forwarded
+            for kind, part in {"B": halves.backward, "W": weights}.items()
+        }
+
+    def _most(self, halves: Halves, part: fx.GraphModule) -> int:
+        """The most bytes that are live in a graph after forward, but for kinds that no microbatch adds to."""
+        device = self.cluster.device
+        memory = profile_step(halves.forward, part, device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
+        return max(_live(memory)["backward"])
 
 
 def _written(stage: StageProgram) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -89,7 +89,7 @@ def _grown(one: StageAnalysis, two: StageAnalysis, units: int) -> StageAnalysis:
             return {key: line(a.get(key, 0), b.get(key, 0)) for key in a | b}
         return None if a is None else a + (units - 1) * (b - a)
 
-    names = ("cost", "once", "update", "state", "gradients", "working", "written", "reducing", "reduced", "updating")
+    names = {each.name for each in fields(one)} - {"number", "rank", "rows", "forwarded", "returned"}
     values = {name: line(getattr(one, name), getattr(two, name)) for name in names}
     return replace(one, rows=(*one.rows, *(units - 1) * tuple(_added(one.rows, two.rows))), **values)
 

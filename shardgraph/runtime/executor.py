@@ -19,6 +19,7 @@ from shardgraph import ir, torch_api
 from shardgraph.errors import CollectiveError, RankFailedError, RankMismatchError, ShardGraphError
 from shardgraph.passes.analysis.liveness import settle_memory
 from shardgraph.passes.base import sibling
+from shardgraph.passes.parameters.accumulate_gradients import adding_to_earlier
 from shardgraph.passes.program import Program
 from shardgraph.runtime import host, watch
 from shardgraph.runtime.agreement import Agreement
@@ -111,14 +112,23 @@ class Executor:
     def graph(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> Bound:
         """The bound graph ``name``; see :meth:`Program.graph`."""
         if (name, absent) not in self._bound:
-            gm, forward = self.program.graph(name, absent), self.program.graphs.get(sibling(name, "forward"))
+            gm = self.program.graph(name, absent)
             self.state.arrange(gm)
-            # Ranks of a pipeline run their own graphs, and count steps instead.
-            agreement = self.state.agreement if self.program.plan.pipeline is None else None
-            state = self.state
-            made = Bound(self.as_run(gm), state.mesh, state.backend, forward, state.model, agreement, name)
-            self._bound[name, absent] = made
+            self._bound[name, absent] = self._bind(gm, name)
         return self._bound[name, absent]
+
+    def adding(self, name: str) -> Bound:
+        """The bound graph ``name`` as a microbatch after the first runs it; see :func:`adding_to_earlier`."""
+        key = f"adding of {name}", frozenset[ir.Tangent]()
+        if key not in self._bound:
+            self._bound[key] = self._bind(adding_to_earlier(self.program.graph(name)), name)
+        return self._bound[key]
+
+    def _bind(self, gm: fx.GraphModule, name: str) -> Bound:
+        state, forward = self.state, self.program.graphs.get(sibling(name, "forward"))
+        # Ranks of a pipeline run their own graphs, and count steps instead.
+        agreement = state.agreement if self.program.plan.pipeline is None else None
+        return Bound(self.as_run(gm), state.mesh, state.backend, forward, state.model, agreement, name)
 
     def as_run(self, gm: fx.GraphModule) -> fx.GraphModule:
         """A graph of the program as it is bound."""

@@ -36,10 +36,10 @@ class Microbatch:
     recomputes: bool
     seed: int | None
 
-    def graph(self, kind: Kind) -> Bound:
-        """The graph that an action of this kind runs."""
+    def graph(self, kind: Kind, adds: bool = False) -> Bound:
+        """The graph that an action of this kind runs; if it ``adds``, the one that takes earlier gradients."""
         halves = self.stage.again if self.recomputes else self.stage.kept
-        return self.executor.graph(halves.name(kind))
+        return self.executor.adding(halves.name(kind)) if adds else self.executor.graph(halves.name(kind))
 
     def once(self, name: str) -> Bound | None:
         """The graph that a step runs once on the stage, ``"gather"`` or ``"reduce"``; None if there is none."""
@@ -153,29 +153,34 @@ class RunningStage(torch_api.PipelineStageBase):
         if microbatch.stage.kept.backward is None:
             return
         values |= {ir.Returned(i): value for i, value in enumerate(self.arrived.pop(("backward", number), []))}
-        bound = microbatch.graph(kind)
-        inputs = [
-            self._tangent(number, role, traced) if isinstance(role, ir.Tangent) else values[role]
-            for role, traced in bound.inputs
-        ]
+        # One that counts for nothing may have no loss to be differentiated, such as a mean of nothing: it adds nothing.
+        adds = kind != "I" and bool(self.gradients) and bool(microbatch.weight)
+        bound = microbatch.graph(kind, adds)
+        inputs = [self._given(number, role, traced, values) for role, traced in bound.inputs]
         if kind == "I":  # the other half has its own uses of them
             weights = {role for role, _ in microbatch.graph("W").inputs}
             self.saved[number] = {role: value for role, value in values.items() if role in weights}
         del values
-        results = bound(inputs, number)
-        for role, traced in bound.results:
-            value = results.pop(0)  # freed as soon as it has been added
+        for (role, traced), value in zip(bound.results, bound(inputs, number), strict=True):
             if isinstance(role, ir.Returned):
                 self.leaving["backward", number].append(in_layout(value, traced))
             elif isinstance(role, ir.Saved):
                 self.saved[number][role] = value
             elif isinstance(role, ir.Gradient) and value is not None:
-                # A microbatch that counts for nothing may have no loss to be differentiated, such as a mean of nothing.
                 gradient = value if microbatch.weight else torch.zeros_like(value)
                 if isinstance(role.of, ir.Parameter):
-                    self._add(role.of.fqn, gradient, own=role in bound.own or not microbatch.weight)
+                    self._keep(role.of.fqn, gradient, own=role in bound.own or not microbatch.weight)
                 elif isinstance(role.of, ir.Input):
                     self.input_gradients[number][role.of.index] = gradient
+
+    def _given(self, number: int, role: ir.Role, traced: torch.Tensor, values: Mapping[ir.Role, Any]) -> Any:
+        """An input of a backward graph; a gradient that it adds to is no longer the stage's."""
+        if isinstance(role, ir.Tangent):
+            return self._tangent(number, role, traced)
+        if isinstance(role, ir.Accumulated):
+            earlier = self.gradients.pop(role.of.fqn, None)
+            return empty_like_traced(traced, self.state.device).zero_() if earlier is None else earlier
+        return values[role]
 
     def _tangent(self, number: int, role: ir.Tangent, traced: torch.Tensor) -> torch.Tensor:
         """The incoming gradient of an output: what the caller gives, or what the microbatch's loss counts for."""
@@ -184,16 +189,15 @@ class RunningStage(torch_api.PipelineStageBase):
         value = self.work[number].weight if self.tangents is None else 0.0
         return torch.full(traced.shape, value, dtype=traced.dtype, device=self.state.device)
 
-    def _add(self, fqn: str, gradient: torch.Tensor, own: bool) -> None:
-        if fqn not in self.gradients:
-            self.gradients[fqn] = gradient
-            if own:
-                self._own[fqn] = None
-        elif fqn in self._own:
-            self.gradients[fqn].add_(gradient)
-        else:
-            self.gradients[fqn] = self.gradients[fqn] + gradient
+    def _keep(self, fqn: str, gradient: torch.Tensor, own: bool) -> None:
+        """Keep a gradient of the first microbatch, or the sum of one with those before."""
+        if fqn in self.gradients:
+            return  # a microbatch that counts for nothing has added nothing
+        self.gradients[fqn] = gradient
+        if own:
             self._own[fqn] = None
+        else:
+            self._own.pop(fqn, None)
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """This rank's own gradients, added up since they were last taken, each in memory of its own."""
