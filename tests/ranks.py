@@ -507,6 +507,35 @@ def accumulation(plan: str) -> dict[str, float]:
     return facts
 
 
+class OneGradient(nn.Module):
+    """Two parameters whose gradients are one value where the first head is the loss, and of which the second head has
+    one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.a, self.b = (nn.Parameter(torch.ones(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, second: bool = False) -> torch.Tensor:
+        hidden = self.linear(x)
+        return (hidden * self.b if second else hidden + (self.a + self.b)).square().mean()
+
+
+def accumulation_of_one_gradient(plan: str) -> float:
+    """The largest difference of the gradients of ``OneGradient`` to those of the original, where a backward of its
+    second head under ``no_sync`` is followed by two of its first, one of which is under ``no_sync`` too."""
+    torch.manual_seed(0)
+    original, batch = OneGradient(), torch.randn(3, 2 * dist.get_world_size(), 4)
+    sharded = shardgraph.compile(copy.deepcopy(original), plan)
+    mine = batch.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+    for each, x in ((sharded, mine), (original, batch)):
+        with sharded.no_sync():
+            each(x[0], second=True).backward()
+            each(x[1]).backward()
+        each(x[2]).backward()
+    return difference(sharded, original, gradients=True)
+
+
 def mean_over_all_tokens(plan: str, mesh: dict[str, int], pipeline: Pipeline | None = None) -> float:
     """The largest difference of gradients to those of the mean over the tokens of all ranks, which have unequally many.
 

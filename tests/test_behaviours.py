@@ -92,6 +92,11 @@ def test_the_first_backward_outside_no_sync_reduces_all_since_whatever_its_progr
         assert max(differences.values()) < 1e-6, differences
 
 
+@pytest.mark.parametrize("plan", ["fsdp", "ddp"])
+def test_gradients_that_are_one_value_are_added_each_to_its_own_parameter_s(plan):
+    assert max(on_ranks(ranks.accumulation_of_one_gradient, args=(plan,))) < 1e-6
+
+
 def test_one_hot_refuses_the_classes_that_the_original_refuses():
     class Classes(nn.Linear):
         def forward(self, x: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from shardgraph import ir
+from shardgraph.ir.attributes import ROLE
 from shardgraph.torch_api import OpOverload
 
 aten = torch.ops.aten
@@ -109,5 +110,7 @@ _LAYOUTS = {
 def _is_made(node: fx.Node) -> bool:
     """Whether the first of what is in some memory made it, by what is known of its operation."""
     if ir.is_collective(node) or node.target is ir.buckets.pack:
+        return True
+    if isinstance(ROLE.get(node), ir.Accumulated):  # whoever gives it gives it away
         return True
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten"

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardgraph.ir import Gradient, Parameter, local_chunk, trim_shard
-from shardgraph.ir.attributes import CAST_OF, MEAN_OF, PADDED_SHARD, REDUCES, SOURCE, SUBJECT, Attribute, write
+from shardgraph.ir.attributes import (
+    CAST_OF,
+    EQUALS,
+    MADE_BY,
+    MEAN_OF,
+    PADDED_SHARD,
+    REDUCES,
+    SOURCE,
+    SUBJECT,
+    Attribute,
+    Change,
+    Labels,
+    carried,
+    write,
+)
 from shardgraph.mesh import together
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, padded_rows
@@ -35,7 +48,9 @@ class ReduceGradients(Pass):
     Under a plan that measures gradients, those that are partial along operator axes are summed by a reduction of their
     own, before which no rank has the gradient of its batch. ``no_sync`` keeps it.
 
-    Every other node added here has ``REDUCES``, the parameter's name. Must not change: gradients of inputs.
+    A gradient that several parameters have is a view for each but the first, so that what is done to one of them, such
+    as adding it up over microbatches, is not done to the others. Every other node added here has ``REDUCES``, the
+    parameter's name. Must not change: gradients of inputs.
     """
 
     name = "reduce-gradients"
@@ -44,7 +59,21 @@ class ReduceGradients(Pass):
     excludes = frozenset({"reduced-gradients", "split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        replace_results(gm, Gradient, Parameter, partial(_reduce, gm, context))
+        taken: set[fx.Node] = set()
+
+        def reduced(fqn: str, gradient: fx.Node) -> fx.Node:
+            own = _viewed(gm, context, gradient) if gradient in taken else gradient
+            taken.add(gradient)
+            return _reduce(gm, context, fqn, own)
+
+        replace_results(gm, Gradient, Parameter, reduced)
+
+
+def _viewed(gm: fx.GraphModule, context: Context, gradient: fx.Node) -> fx.Node:
+    """A node of its own for a gradient."""
+    captured: Labels = {} if gradient in MADE_BY else {EQUALS: gradient.name}
+    build = Builder(gm.graph, context.values, {**carried(Change.PASSED, gradient), **captured}, after=gradient)
+    return build.call(aten.view.default, gradient, list(gradient.meta["val"].shape))
 
 
 def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -> fx.Node:
@@ -52,7 +81,7 @@ def _reduce(gm: fx.GraphModule, context: Context, fqn: str, gradient: fx.Node) -
     entry, world, mesh = context.parameters[fqn], context.plan.data_size, context.plan.mesh
     sums = context.sums.get(fqn, ())
     labels: dict[Attribute[Any], Any] = {SUBJECT: f"gradient of {fqn}", SOURCE: SOURCE.get(gradient, "")}
-    captured = CAST_OF.get(gradient, gradient.name)
+    captured = CAST_OF.get(gradient, EQUALS.get(gradient, gradient.name))
     if sums and context.plan.measures_gradients:
         of_batch = Builder(gm.graph, context.values, labels, after=gradient)
         gradient = of_batch.all_reduce(gradient, together(axis for axis in context.plan.axes if axis in sums))

@@ -180,6 +180,7 @@ def write(node: fx.Node, labels: Labels) -> None:
 def new_placeholder(graph: fx.Graph, name: str, role: Any, like: fx.Node) -> fx.Node:
     """An input of ``graph`` that stands for the value of ``like``, a node of another graph."""
     node = graph.placeholder(name)
+    node.target = node.name  # code is generated from targets, and fx makes names alone unique
     stored = ROLE.get(like)
     meaning: Labels = {} if like in MADE_BY else {EQUALS: like.name}
     if isinstance(stored, Parameter):

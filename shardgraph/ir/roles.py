@@ -87,7 +87,8 @@ class Gradient(Role):
 
 @dataclass(frozen=True)
 class Accumulated(Role):
-    """The unreduced gradient of a parameter, summed over earlier microbatches under ``no_sync``."""
+    """The unreduced gradient of a parameter, summed over earlier microbatches of a pipeline or under ``no_sync``, in
+    memory of its own, which is given away."""
 
     of: Parameter
 

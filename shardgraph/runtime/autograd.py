@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain, takewhile
@@ -157,6 +157,8 @@ class Differentiable(Executor):
         tangents.clear()
         results = [(role, value) for (role, _), value in zip(bound.results, bound(inputs), strict=True)]
         values: dict[ir.Role, Any] = {role.of: value for role, value in results if isinstance(role, ir.Gradient)}
+        if local:  # later ones are added to them
+            values |= _copied(values, {role.of for role in bound.own if isinstance(role, ir.Gradient)})
         for fqn in left_out:
             values.pop(ir.Parameter(fqn), None)
         state.statistics.add(_squared_norms(results, reduced=False))
@@ -297,7 +299,7 @@ class Differentiable(Executor):
                             "parameter.grad"
                         )
                     earlier = self.state.unreduced.get(role.fqn)
-                    self.state.unreduced[role.fqn] = value if earlier is None else earlier + value
+                    self.state.unreduced[role.fqn] = value if earlier is None else earlier.add_(value)
                     value = None
                 else:
                     value = torch_api.as_placed(value, parameter)
@@ -322,6 +324,15 @@ class Differentiable(Executor):
                 and torch_api.will_accumulate(leaves[i][0])
             ):
                 parameter.grad, gradients[i] = value, None
+
+
+def _copied(gradients: Mapping[ir.Role, torch.Tensor | None], own: Set[ir.Role]) -> dict[ir.Role, torch.Tensor]:
+    """Copies of the gradients of parameters that are not in memory of their own."""
+    return {
+        of: gradient.clone()
+        for of, gradient in gradients.items()
+        if gradient is not None and isinstance(of, ir.Parameter) and of not in own
+    }
 
 
 def _squared_norms(results: Iterable[tuple[ir.Role | None, Any]], reduced: bool) -> dict[str, torch.Tensor]:

@@ -178,7 +178,7 @@ class RunningStage(torch_api.PipelineStageBase):
         if isinstance(role, ir.Tangent):
             return self._tangent(number, role, traced)
         if isinstance(role, ir.Accumulated):
-            earlier = self.gradients.pop(role.of.fqn, None)
+            earlier = self._take(role.of.fqn)
             return empty_like_traced(traced, self.state.device).zero_() if earlier is None else earlier
         return values[role]
 
@@ -196,15 +196,17 @@ class RunningStage(torch_api.PipelineStageBase):
         self.gradients[fqn] = gradient
         if own:
             self._own[fqn] = None
-        else:
-            self._own.pop(fqn, None)
+
+    def _take(self, fqn: str) -> torch.Tensor | None:
+        """Give away a gradient, in memory of its own."""
+        gradient, own = self.gradients.pop(fqn, None), fqn in self._own
+        self._own.pop(fqn, None)
+        return gradient if own or gradient is None else gradient.clone()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """This rank's own gradients, added up since they were last taken, each in memory of its own."""
-        gradients = {fqn: value if fqn in self._own else value.clone() for fqn, value in self.gradients.items()}
-        self.gradients.clear()
-        self._own.clear()
-        return gradients
+        taken = {fqn: self._take(fqn) for fqn in list(self.gradients)}
+        return {fqn: gradient for fqn, gradient in taken.items() if gradient is not None}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive the results of the previous stage; the first stage receives nothing."""
