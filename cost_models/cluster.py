@@ -266,7 +266,7 @@ _EFFICIENCY = mapping(f"{', '.join(WIRE_RULES)} to numbers", POSITIVE, WIRE_RULE
 _LINK = record(
     Link, bandwidth=POSITIVE, latency=SECONDS, latencies=_LATENCIES, efficiency=_EFFICIENCY, overlap=PART
 )  # fmt: skip
-_RATE = record(Rate, per_second=POSITIVE, overhead=SECONDS, moved_per_second=POSITIVE)
+_RATE = record(Rate, per_second=POSITIVE, overhead=SECONDS, moved_per_second=POSITIVE, bandwidth=POSITIVE)
 _RATE_NAMES = f"{', '.join(f'{kind}/<dtype>' for kind in FLOP_KINDS)}, {', '.join((*BYTE_KINDS, VIEW))} to rates"
 _DEVICE = record(
     Device,

@@ -6,6 +6,8 @@ architectures", Communications of the ACM 52(4), 2009.
 
 from __future__ import annotations
 
+from math import inf
+
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
@@ -52,4 +54,7 @@ def seconds(
         )
     if (part := device.aligned(kind, dtype, alignment)) < 1:  # else an expression stays exact
         flops = flops / part
-    return on.maximum(rate.seconds(flops, moved), memory.seconds(moved))
+    bound = memory.seconds(moved)
+    if rate.bandwidth < inf:
+        bound = on.maximum(bound, rate.overhead + moved / rate.bandwidth)
+    return on.maximum(rate.seconds(flops, moved), bound)

@@ -48,23 +48,29 @@ class Rate:
     """The price of one kind of work: ``overhead`` seconds per operation, then ``per_second`` FLOPs or bytes.
 
     Work counted in FLOPs may have an additional cost per byte read and written, at ``moved_per_second``: CPU kernels
-    that first repack their operands.
+    that first repack their operands. It moves at most ``bandwidth`` bytes per second: less than elementwise operations
+    do, where few rows meet a large matrix that is in no cache.
     """
 
     per_second: float
     overhead: float = 0.0
     moved_per_second: float = math.inf
+    bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        check_fields(self, "a rate's ", per_second=POSITIVE, overhead=NOT_NEGATIVE, moved_per_second=NUMBER)
-        if not self.per_second > 0 or not self.overhead >= 0 or not self.moved_per_second > 0:
+        check_fields(
+            self, "a rate's ", per_second=POSITIVE, overhead=NOT_NEGATIVE, moved_per_second=NUMBER, bandwidth=NUMBER
+        )  # fmt: skip
+        if not self.overhead >= 0 or not min(self.per_second, self.moved_per_second, self.bandwidth) > 0:
             raise ClusterError(
-                "a rate has a positive per_second and moved_per_second and an overhead of at least 0 seconds, but this "
-                f"has {self.per_second}, {self.moved_per_second} and {self.overhead}"
+                "a rate has a positive per_second, moved_per_second and bandwidth and an overhead of at least 0 "
+                f"seconds, but this has {self.per_second}, {self.moved_per_second}, {self.bandwidth} and "
+                f"{self.overhead}"
             )
 
     def seconds(self, work: float, moved: float = 0.0) -> float:
-        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes."""
+        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes, if it is not
+        bound by the ``bandwidth``."""
         return self.overhead + work / self.per_second + moved / self.moved_per_second
 
 

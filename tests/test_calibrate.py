@@ -49,6 +49,15 @@ def test_what_operands_cost_beside_arithmetic_is_recovered() -> None:
     assert fitted.moved_per_second == pytest.approx(2e9, rel=1e-3)
 
 
+def test_what_products_move_at_most_is_recovered_from_those_of_few_rows() -> None:
+    rate = Rate(per_second=1e11, overhead=1e-5, bandwidth=6e9)
+    many = [Sample("matmul/float32", flops, rate.seconds(flops), flops / 50) for flops in (1e6, 1e8, 1e10)]
+    few = [Sample("matmul/float32", 2 * moved, rate.overhead + moved / 6e9, moved) for moved in (4e6, 8e6, 16e6)]
+    fitted = fit_rate([*many, *few])
+    assert (fitted.per_second, fitted.overhead) == pytest.approx((1e11, 1e-5), rel=1e-3)
+    assert fitted.bandwidth == pytest.approx(6e9)
+
+
 def test_what_moves_nothing_costs_its_overhead() -> None:
     assert fit_rate([Sample("view", 0, seconds) for seconds in (1e-6, 3e-6, 9e-6)]).overhead == 3e-6
 

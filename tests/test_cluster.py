@@ -339,7 +339,7 @@ def test_views_are_free_where_nothing_is_said() -> None:
 
 def test_a_rate_with_traffic_round_trips(tmp_path: Path) -> None:
     known = Cluster.of("A100")
-    rates = {**known.device.rates, "convolution/float32": Rate(1e13, 1e-5, moved_per_second=1e10)}
+    rates = {**known.device.rates, "convolution/float32": Rate(1e13, 1e-5, moved_per_second=1e10, bandwidth=1e11)}
     changed = replace(known, device=replace(known.device, rates=rates))
     changed.save(tmp_path / "cluster.yaml")
     assert Cluster.load(tmp_path / "cluster.yaml") == changed

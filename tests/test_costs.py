@@ -118,6 +118,14 @@ def test_a_matmul_takes_as_long_as_its_arithmetic_or_its_memory_whichever_is_slo
     assert compute.seconds(device, "matmul", "float32", flops=1e9, moved=3e11) == pytest.approx(3.0)
 
 
+def test_a_matmul_of_few_rows_takes_as_long_as_it_takes_to_read_the_matrix():
+    known = toy_device()
+    rate = replace(known.rates["matmul/float32"], bandwidth=1e10)
+    device = replace(known, rates={**known.rates, "matmul/float32": rate})
+    assert compute.seconds(device, "matmul", "float32", flops=1e9, moved=3e11) == pytest.approx(30.0)
+    assert compute.seconds(device, "matmul", "float32", flops=2e12, moved=1e9) == pytest.approx(2.0)
+
+
 def test_norms_read_their_input_for_statistics_and_once_more():
     images = torch.randn(4, 8, 16, 16)
     (cost,) = [cost for cost in node_costs(forward_of(nn.BatchNorm2d(8), images)).values() if cost.kind == "reduction"]

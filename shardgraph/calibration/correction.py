@@ -127,7 +127,8 @@ def _file(cluster: Cluster) -> Path:
 
 
 def _slower_rate(rate: Rate, factor: float) -> Rate:
-    return Rate(rate.per_second / factor, rate.overhead * factor, rate.moved_per_second / factor)
+    rates = (each / factor for each in (rate.moved_per_second, rate.bandwidth))
+    return Rate(rate.per_second / factor, rate.overhead * factor, *rates)
 
 
 def _slower_link(link: Link, factor: float) -> Link:

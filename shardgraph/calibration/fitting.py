@@ -22,6 +22,9 @@ from shardgraph.sizes import aligned, format_seconds
 NOMINAL_LINK = Link(bandwidth=10e9, latency=20e-6)
 """The link of a machine with one rank, which sends nothing, so its values do not matter."""
 
+_LARGE, _FEW = 2**20, 4
+"""Bytes, and FLOPs per byte."""
+
 
 def fit(measured: Measurements) -> Cluster:
     """The cluster whose rates and link fit the timings best, by least squares of relative errors."""
@@ -72,7 +75,8 @@ def _doubt(samples: Sequence[Sample], device: Device) -> float:
 
 
 def _fitted(sample: Sample, device: Device) -> float:
-    return device.rates[sample.kind].seconds(sample.work, sample.moved)
+    rate = device.rates[sample.kind]
+    return max(rate.seconds(sample.work, sample.moved), rate.overhead + sample.moved / rate.bandwidth)
 
 
 def fit_rate(samples: Sequence[Sample]) -> Rate:
@@ -80,10 +84,20 @@ def fit_rate(samples: Sequence[Sample]) -> Rate:
     seconds = [sample.seconds for sample in samples]
     if not any(sample.work for sample in samples):
         return Rate(1.0, statistics.median(seconds))
+    bound = [sample for sample in samples if _is_bound_by_memory(sample)]
+    if bound and len(bound) < len(samples):
+        rate = fit_rate([sample for sample in samples if not _is_bound_by_memory(sample)])
+        moved = statistics.median((sample.seconds - rate.overhead) / sample.moved for sample in bound)
+        return replace(rate, bandwidth=1 / moved if moved > 0 else inf)
     overhead, per_unit, per_byte = _solve([[1.0, sample.work, sample.moved] for sample in samples], seconds)
     if not per_unit:  # noise
         overhead, per_byte, (per_unit,) = 0.0, 0.0, _solve([[sample.work] for sample in samples], seconds)
     return Rate(1 / per_unit, overhead, 1 / per_byte if per_byte else inf)
+
+
+def _is_bound_by_memory(sample: Sample) -> bool:
+    """Whether arithmetic on so many bytes, more than inner caches hold, takes less than to move them on any device."""
+    return sample.moved >= _LARGE and sample.work <= _FEW * sample.moved
 
 
 def fit_host(samples: Sequence[Sample]) -> Host | None:
@@ -158,15 +172,15 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         per_second = f"{rate.per_second / 1e9:.3g} G{unit}" if unit else ""
         rows.append((kind, per_second, overhead, f"{error:.0%}", f"{large:.0%}", str(len(errors))))
 
-    fitted = dict(cluster.device.rates)
-    samples_of = _by_kind(measured.samples)
-    if (host := cluster.device.host) is not None:
-        fitted |= {"host/copy": Rate(host.link.bandwidth, host.link.latency), "host/optimizer": host.optimizer}
-        samples_of |= {f"host/{kind}": samples for kind, samples in _by_kind(measured.host).items()}
-    for kind, samples in samples_of.items():
-        rate = fitted[kind]
+    for kind, samples in _by_kind(measured.samples).items():
         unit = "" if kind == VIEW else "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"  # a view moves nothing
-        add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
+        pairs = [(sample.seconds, _fitted(sample, cluster.device)) for sample in samples]
+        add(kind, cluster.device.rates[kind], unit, pairs)
+    if (host := cluster.device.host) is not None:
+        rates = {"copy": Rate(host.link.bandwidth, host.link.latency), "optimizer": host.optimizer}
+        for kind, samples in _by_kind(measured.host).items():
+            pairs = [(sample.seconds, rates[kind].seconds(sample.work)) for sample in samples]
+            add(f"host/{kind}", rates[kind], "B/s", pairs)
     overlaps = []
     for timings, ranks, link, where in _links(measured, cluster):
         for operation, transfers in _by_operation(timings).items():

@@ -95,10 +95,22 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3))).logsumexp(-1).mean()
 
 
+class Wide(nn.Module):
+    """Layers whose weights are more than what is computed with them, as in a microbatch of a large model."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(*each) for each in pairwise(widths)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
 def reference_steps(device: torch.device, dtype: torch.dtype, quick: bool = False) -> Iterator[Step]:
     """Training steps from small to large, which together cover the usual operations of models; ``quick``: some of them.
 
-    On a GPU, batches are 8 times as large, because smaller ones do not fill it.
+    On a GPU, batches are 8 times as large, because smaller ones do not fill it; but for the last step, which has few
+    rows for large matrices.
     """
     scale, every = 1 if device.type == "cpu" else 8, 2 if quick else 1
     transformers = (
@@ -114,6 +126,8 @@ def reference_steps(device: torch.device, dtype: torch.dtype, quick: bool = Fals
     for channels, stages, batch, size in ((16, 3, 4, 32), (64, 4, 4, 64), (64, 3, 8, 32), (192, 1, 4, 96))[::every]:
         images = torch.randn(batch * scale, 3, size, size, device=device, dtype=dtype)
         yield Step(ConvNet(channels, stages).to(device, dtype), images)
+    rows = torch.randn(4, 1024, device=device, dtype=dtype)
+    yield Step(Wide(1024, 2048, 2048, 1024).to(device, dtype), rows)
 
 
 class Step:
