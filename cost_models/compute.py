@@ -13,15 +13,17 @@ from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
 ALIGNED = 16  # bytes: a GPU's widest load, to which every tensor is allocated
-_BLOCK = 128  # keys per block of a flash kernel: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3
+_KEYS = {False: 128, True: 512}
+"""Keys per block of a flash kernel, by whether it is the CPU's. GPU: T. Dao, "FlashAttention-2", arXiv:2307.08691,
+section 3.3; CPU: ``kvSplitSize`` of PyTorch's ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``."""
 
 
-def causal_part(length: int, on: Arithmetic = NUMBERS) -> float:
+def causal_part(length: int, on_cpu: bool, on: Arithmetic = NUMBERS) -> float:
     """The fraction of attention's FLOPs that a flash kernel executes for ``length`` positions under a causal mask.
 
-    It skips blocks that are fully masked, whereas FLOPs are counted for all blocks.
+    It skips blocks of keys that are fully masked, whereas FLOPs are counted for all blocks.
     """
-    return on.minimum(1.0, (1 + _BLOCK / length) / 2)
+    return on.minimum(1.0, (1 + _KEYS[on_cpu] / length) / 2)
 
 
 def seconds(

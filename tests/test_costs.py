@@ -14,7 +14,7 @@ from shardgraph import preset
 from shardgraph.cost_models import compute
 from shardgraph.cost_models.device import Device, Rate
 from shardgraph.errors import ClusterError
-from shardgraph.passes.analysis.costs import node_costs
+from shardgraph.passes.analysis.costs import NodeCost, node_costs
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.lowering import build_program
 from shardgraph.report.step import program_halves
@@ -124,6 +124,13 @@ def test_a_matmul_of_few_rows_takes_as_long_as_it_takes_to_read_the_matrix():
     device = replace(known, rates={**known.rates, "matmul/float32": rate})
     assert compute.seconds(device, "matmul", "float32", flops=1e9, moved=3e11) == pytest.approx(30.0)
     assert compute.seconds(device, "matmul", "float32", flops=2e12, moved=1e9) == pytest.approx(2.0)
+
+
+def test_causal_attention_skips_what_lies_behind_whole_blocks_of_keys_which_are_larger_on_a_cpu():
+    cost = NodeCost("attention", "float32", flops=1000, causal=1024)
+    assert (cost.executed(on_cpu=True), cost.executed(on_cpu=False)) == (750, 562.5)
+    assert cost._replace(causal=512).executed(on_cpu=True) == 1000
+    assert cost._replace(causal=0).executed(on_cpu=False) == 1000
 
 
 def test_norms_read_their_input_for_statistics_and_once_more():

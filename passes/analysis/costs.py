@@ -89,10 +89,9 @@ class NodeCost(NamedTuple):
         """Bytes read and written."""
         return self.read + self.written
 
-    @property
-    def executed(self) -> float:
-        """FLOPs that are executed: a flash kernel skips blocks that a causal mask hides."""
-        return self.flops * (causal_part(self.causal) if self.causal else 1.0)
+    def executed(self, on_cpu: bool) -> float:
+        """FLOPs that are executed: a flash kernel, the CPU's or a GPU's, skips blocks that a causal mask hides."""
+        return self.flops * (causal_part(self.causal, on_cpu) if self.causal else 1.0)
 
 
 def node_costs(gm: fx.GraphModule, fused: bool = False) -> dict[fx.Node, NodeCost]:

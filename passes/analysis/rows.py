@@ -121,8 +121,9 @@ class Prices:
 
     def computation(self, cost: NodeCost) -> float:
         """Seconds of one operation that is not a view."""
-        device, alignment = self.cluster.device, cost.alignment
-        return compute.seconds(device, cost.kind, cost.dtype, cost.executed, cost.moved, alignment=alignment)
+        device = self.cluster.device
+        flops = cost.executed(device.is_cpu)
+        return compute.seconds(device, cost.kind, cost.dtype, flops, cost.moved, alignment=cost.alignment)
 
 
 def rows_of(halves: Mapping[str, fx.GraphModule], memory: MemoryProfile, prices: Prices, fused: bool) -> Iterator[Row]:

@@ -55,10 +55,10 @@ class SizedPrices(Prices):
         return link.latency + self.sizes.expression(node.meta["val"].nbytes) / link.bandwidth
 
     def computation(self, cost: NodeCost) -> Any:
-        flops, moved = self.sizes.expression(cost.flops), self.sizes.expression(cost.moved)
+        device, flops, moved = self.cluster.device, self.sizes.expression(cost.flops), self.sizes.expression(cost.moved)
         if cost.causal:
-            flops = flops * compute.causal_part(self.sizes.expression(cost.causal), EXPRESSIONS)
-        return compute.seconds(self.cluster.device, cost.kind, cost.dtype, flops, moved, EXPRESSIONS, cost.alignment)
+            flops = flops * compute.causal_part(self.sizes.expression(cost.causal), device.is_cpu, EXPRESSIONS)
+        return compute.seconds(device, cost.kind, cost.dtype, flops, moved, EXPRESSIONS, cost.alignment)
 
     def _sizes(self, node: fx.Node) -> tuple[Any, Any, Any]:
         """Input bytes, output bytes and ranks; computed from the shard, whose size includes padding for uneven rows."""

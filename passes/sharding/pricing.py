@@ -98,7 +98,7 @@ class PlacementPrices:
             return reduced + _BETWEEN * self._traffic(moved)
         parts = self.parts if any(is_cut(p) for p in (*option.operands, *option.results)) else 1
         ring = (self.parts - 1) * self.collective("send", passed / self.parts, 0) if passed else 0.0
-        return reduced + max(ring, self._product(cost, cost.executed / parts, moved))
+        return reduced + max(ring, self._product(cost, cost.executed(on_cpu=False) / parts, moved))
 
     def parameter(self, node: fx.Node, option: Option) -> float:
         """Seconds of the reads and writes of a parameter's optimizer; 0 for another placeholder or a constant."""

@@ -136,7 +136,8 @@ class Training:
         *operations, update = seconds
         for cost, taken in zip(self.step.costs, operations, strict=True):
             if cost.kind in FLOP_KINDS:
-                yield Sample(f"{cost.kind}/{cost.dtype}", cost.executed, taken, cost.moved)
+                flops = cost.executed(self.step.args[0].device.type == "cpu")
+                yield Sample(f"{cost.kind}/{cost.dtype}", flops, taken, cost.moved)
             elif cost.kind != "free":
                 yield Sample(cost.kind, cost.moved, taken)
         count = len(self.parameters)
