@@ -113,8 +113,8 @@ def reductions_of(backward: fx.GraphModule) -> fx.GraphModule | None:
 
 def adding_to_earlier(backward: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph that returns unreduced gradients, for microbatches after the first: it takes the gradients of
-    those before (role ``Accumulated``), and adds its own to each as soon as it has it. The sum takes the place of its
-    own, so that no microbatch holds a second set of gradients."""
+    those before (role ``Accumulated``), and adds its own to each as soon as it has it, so that no microbatch holds a
+    second set of gradients."""
     gm = copy_graph(backward)
     first = next(iter(gm.graph.nodes))
     body = next(node for node in gm.graph.nodes if node.op != "placeholder")

@@ -96,7 +96,7 @@ def fit_rate(samples: Sequence[Sample]) -> Rate:
 
 
 def _is_bound_by_memory(sample: Sample) -> bool:
-    """Whether arithmetic on so many bytes, more than inner caches hold, takes less than to move them on any device."""
+    """Whether it moves more than inner caches hold, and computes so little with it that no device takes longer to."""
     return sample.moved >= _LARGE and sample.work <= _FEW * sample.moved
 
 
