@@ -6,16 +6,14 @@ architectures", Communications of the ACM 52(4), 2009.
 
 from __future__ import annotations
 
-from math import inf
-
 from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.cost_models.device import FLOP_KINDS, Device
 from shardgraph.errors import ClusterError
 
 ALIGNED = 16  # bytes: a GPU's widest load, to which every tensor is allocated
-_KEYS = {False: 128, True: 512}
-"""Keys per block of a flash kernel, by whether it is the CPU's. GPU: T. Dao, "FlashAttention-2", arXiv:2307.08691,
-section 3.3; CPU: ``kvSplitSize`` of PyTorch's ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``."""
+_KEYS, _KEYS_ON_CPU = 128, 512
+"""Keys per block of a flash kernel. GPU: T. Dao, "FlashAttention-2", arXiv:2307.08691, section 3.3; CPU:
+``kvSplitSize`` of PyTorch's ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``."""
 
 
 def causal_part(length: int, on_cpu: bool, on: Arithmetic = NUMBERS) -> float:
@@ -23,7 +21,7 @@ def causal_part(length: int, on_cpu: bool, on: Arithmetic = NUMBERS) -> float:
 
     It skips blocks of keys that are fully masked, whereas FLOPs are counted for all blocks.
     """
-    return on.minimum(1.0, (1 + _KEYS[on_cpu] / length) / 2)
+    return on.minimum(1.0, (1 + (_KEYS_ON_CPU if on_cpu else _KEYS) / length) / 2)
 
 
 def seconds(
@@ -56,7 +54,4 @@ def seconds(
         )
     if (part := device.aligned(kind, dtype, alignment)) < 1:  # else an expression stays exact
         flops = flops / part
-    bound = memory.seconds(moved)
-    if rate.bandwidth < inf:
-        bound = on.maximum(bound, rate.overhead + moved / rate.bandwidth)
-    return on.maximum(rate.seconds(flops, moved), bound)
+    return on.maximum(rate.seconds(flops, moved, on), memory.seconds(moved))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardgraph.arguments import NONE, NOT_NEGATIVE, POSITIVE, TEXT, check_fields, instance, mapping_of, number
+from shardgraph.cost_models.arithmetic import NUMBERS, Arithmetic
 from shardgraph.errors import ClusterError
 
 FLOP_KINDS = ("matmul", "convolution", "attention")
@@ -61,17 +62,20 @@ class Rate:
         check_fields(
             self, "a rate's ", per_second=POSITIVE, overhead=NOT_NEGATIVE, moved_per_second=NUMBER, bandwidth=NUMBER
         )  # fmt: skip
-        if not self.overhead >= 0 or not min(self.per_second, self.moved_per_second, self.bandwidth) > 0:
+        speeds = self.per_second, self.moved_per_second, self.bandwidth
+        if not self.overhead >= 0 or not all(speed > 0 for speed in speeds):
             raise ClusterError(
                 "a rate has a positive per_second, moved_per_second and bandwidth and an overhead of at least 0 "
-                f"seconds, but this has {self.per_second}, {self.moved_per_second}, {self.bandwidth} and "
-                f"{self.overhead}"
+                f"seconds, but this has {', '.join(map(str, speeds))} and {self.overhead}"
             )
 
-    def seconds(self, work: float, moved: float = 0.0) -> float:
-        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes, if it is not
-        bound by the ``bandwidth``."""
-        return self.overhead + work / self.per_second + moved / self.moved_per_second
+    def seconds(self, work: float, moved: float = 0.0, on: Arithmetic = NUMBERS) -> float:
+        """Seconds for ``work`` FLOPs or bytes in one operation, which reads and writes ``moved`` bytes; ``on`` is the
+        arithmetic of their type, numbers or expressions."""
+        taken = self.overhead + work / self.per_second + moved / self.moved_per_second
+        if self.bandwidth == math.inf:
+            return taken
+        return on.maximum(taken, self.overhead + moved / self.bandwidth)
 
 
 @dataclass(frozen=True)

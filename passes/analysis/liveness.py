@@ -280,7 +280,7 @@ def storages_of(
         if node.op == "placeholder" and ROLE.of(node) in left:
             held[node] = left[ROLE.of(node)]
         elif isinstance(ROLE.get(node), ir.Accumulated):  # memory of its own; equal layers may have one fake tensor
-            held[node] = [Storage(-(-node.meta["val"].nbytes // granule) * granule, start)]
+            held[node] = [Storage(_rounded(node.meta["val"].nbytes, granule), start)]
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
             tensors = _tensors(node.meta.get("val"))
@@ -423,7 +423,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _nbytes(tensor: torch.Tensor, granule: int) -> int:
-    nbytes = tensor.untyped_storage().nbytes()
+    return _rounded(tensor.untyped_storage().nbytes(), granule)
+
+
+def _rounded(nbytes: int, granule: int) -> int:
     return nbytes if granule == 1 else -(-nbytes // granule) * granule
 
 

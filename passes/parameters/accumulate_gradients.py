@@ -118,17 +118,16 @@ def adding_to_earlier(backward: fx.GraphModule) -> fx.GraphModule:
     gm = copy_graph(backward)
     first = next(iter(gm.graph.nodes))
     body = next(node for node in gm.graph.nodes if node.op != "placeholder")
-    results = outputs(gm)
-    for i, (role, own) in enumerate(results):
-        if not (isinstance(role, Gradient) and isinstance(role.of, Parameter) and isinstance(own, fx.Node)):
-            continue
+
+    def added(fqn: str, own: fx.Node) -> fx.Node:
         with gm.graph.inserting_before(first):
-            earlier = new_placeholder(gm.graph, f"accumulated_{own.name}", Accumulated(role.of), own)
+            earlier = new_placeholder(gm.graph, f"accumulated_{own.name}", Accumulated(Parameter(fqn)), own)
         with gm.graph.inserting_before(body if own.op == "placeholder" else own.next):
             total = gm.graph.call_function(torch.ops.aten.add.Tensor, (earlier, own))
         write(total, carried(Change.MERGED, own) | {VALUE: own.meta["val"]})
-        results[i] = role, total
-    set_outputs(gm, results)
+        return total
+
+    replace_results(gm, Gradient, Parameter, added)
     return gm
 
 

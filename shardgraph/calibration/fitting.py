@@ -75,8 +75,7 @@ def _doubt(samples: Sequence[Sample], device: Device) -> float:
 
 
 def _fitted(sample: Sample, device: Device) -> float:
-    rate = device.rates[sample.kind]
-    return max(rate.seconds(sample.work, sample.moved), rate.overhead + sample.moved / rate.bandwidth)
+    return device.rates[sample.kind].seconds(sample.work, sample.moved)
 
 
 def fit_rate(samples: Sequence[Sample]) -> Rate:
@@ -172,15 +171,15 @@ def fit_table(measured: Measurements, cluster: Cluster) -> str:
         per_second = f"{rate.per_second / 1e9:.3g} G{unit}" if unit else ""
         rows.append((kind, per_second, overhead, f"{error:.0%}", f"{large:.0%}", str(len(errors))))
 
-    for kind, samples in _by_kind(measured.samples).items():
-        unit = "" if kind == VIEW else "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"  # a view moves nothing
-        pairs = [(sample.seconds, _fitted(sample, cluster.device)) for sample in samples]
-        add(kind, cluster.device.rates[kind], unit, pairs)
+    fitted = dict(cluster.device.rates)
+    samples_of = _by_kind(measured.samples)
     if (host := cluster.device.host) is not None:
-        rates = {"copy": Rate(host.link.bandwidth, host.link.latency), "optimizer": host.optimizer}
-        for kind, samples in _by_kind(measured.host).items():
-            pairs = [(sample.seconds, rates[kind].seconds(sample.work)) for sample in samples]
-            add(f"host/{kind}", rates[kind], "B/s", pairs)
+        fitted |= {"host/copy": Rate(host.link.bandwidth, host.link.latency), "host/optimizer": host.optimizer}
+        samples_of |= {f"host/{kind}": samples for kind, samples in _by_kind(measured.host).items()}
+    for kind, samples in samples_of.items():
+        rate = fitted[kind]
+        unit = "" if kind == VIEW else "FLOP/s" if kind.split("/")[0] in FLOP_KINDS else "B/s"  # a view moves nothing
+        add(kind, rate, unit, [(sample.seconds, rate.seconds(sample.work, sample.moved)) for sample in samples])
     overlaps = []
     for timings, ranks, link, where in _links(measured, cluster):
         for operation, transfers in _by_operation(timings).items():

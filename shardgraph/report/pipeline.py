@@ -334,6 +334,7 @@ class _Stages:
         gradients = _gradients(stage.kept.backward)  # unsharded, accumulated over microbatches
         reduced = gradients if stage.reduce is None else gradients | _gradients(stage.reduce)
         fixed = sum(state.values()) + sum(gradients.values())
+        working, adding = self._working(stage, halves, live, saved, sum(gradients.values()))
         added = tuple(accumulation_rows(gradients, plan.pipeline.parts, device, memory))
         return StageAnalysis(
             number=stage.number,
@@ -344,8 +345,8 @@ class _Stages:
             update=sum(row.seconds for row in update_rows(shards, self.optimizer, device, memory, self.whole)),
             state=state,
             gradients=sum(gradients.values()),
-            working=self._working(stage, halves, live, saved),
-            adding=self._adding(stage, halves, saved, sum(gradients.values())),
+            working=working,
+            adding=adding,
             written=_written(stage),
             forwarded=self._received(stage, stage.received, -1),
             returned=self._received(stage, stage.returned, 1),
@@ -421,32 +422,30 @@ class _Stages:
         return timeline_of(rows, self.cluster, self.cluster.device.call).seconds
 
     def _working(
-        self, stage: StageProgram, halves: Halves, live: Mapping[str, Sequence[int]], saved: int
-    ) -> dict[str, int]:
-        """Peak bytes of each kind of action, without what always stays and what its own microbatch saved before.
+        self, stage: StageProgram, halves: Halves, live: Mapping[str, Sequence[int]], saved: int, gradients: int
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Peak bytes of each kind of action, without what always stays and what its own microbatch saved before; and
+        of backward that adds its gradients to those of so many bytes that are there, without those.
 
         The last messages received are included, which the schedule holds until the next ones.
         """
         returned = sum(tensor.nbytes for tensor in stage.returned)
         peaks = {"F": max(live["forward"]) + returned + _written(stage), "B": 0, "I": 0, "W": 0}
-        if halves.backward is not None:
-            forwarded = _unsaved_messages(halves.forward)
-            peaks["B"] = max(live["backward"]) - saved + forwarded
-            for kind, part in zip("IW", halves.parts, strict=True):
-                before = ir.Saved if kind == "I" else (ir.Saved, ir.Returned)
-                peaks[kind] = self._most(halves, part) - _given(halves, part, before) + forwarded
-        return peaks
-
-    def _adding(self, stage: StageProgram, halves: Halves, saved: int, gradients: int) -> dict[str, int]:
-        """Like ``_working``, of backward that adds its gradients to those of so many bytes that are there."""
         if halves.backward is None:
-            return {"B": 0, "W": 0}
-        forwarded, (_, weights) = _unsaved_messages(halves.forward), halves.parts
-        given = {"B": saved, "W": _given(halves, weights, (ir.Saved, ir.Returned))}
-        return {
-            kind: self._most(halves, adding_to_earlier(part)) - given[kind] - gradients + forwarded
+            return peaks, {"B": 0, "W": 0}
+        forwarded, (inputs, weights) = _unsaved_messages(halves.forward), halves.parts
+        before = {
+            "B": saved,
+            "I": _given(halves, inputs, ir.Saved),
+            "W": _given(halves, weights, (ir.Saved, ir.Returned)),
+        }
+        most = {"B": max(live["backward"]), "I": self._most(halves, inputs), "W": self._most(halves, weights)}
+        peaks |= {kind: most[kind] - before[kind] + forwarded for kind in most}
+        adding = {
+            kind: self._most(halves, adding_to_earlier(part)) - before[kind] - gradients + forwarded
             for kind, part in {"B": halves.backward, "W": weights}.items()
         }
+        return peaks, adding
 
     def _most(self, halves: Halves, part: fx.GraphModule) -> int:
         """The most bytes that are live in a graph after forward, but for kinds that no microbatch adds to."""

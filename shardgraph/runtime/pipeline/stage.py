@@ -178,8 +178,8 @@ class RunningStage(torch_api.PipelineStageBase):
         if isinstance(role, ir.Tangent):
             return self._tangent(number, role, traced)
         if isinstance(role, ir.Accumulated):
-            earlier = self._take(role.of.fqn)
-            return empty_like_traced(traced, self.state.device).zero_() if earlier is None else earlier
+            fqn = role.of.fqn
+            return self._take(fqn) if fqn in self.gradients else empty_like_traced(traced, self.state.device).zero_()
         return values[role]
 
     def _tangent(self, number: int, role: ir.Tangent, traced: torch.Tensor) -> torch.Tensor:
@@ -197,16 +197,15 @@ class RunningStage(torch_api.PipelineStageBase):
         if own:
             self._own[fqn] = None
 
-    def _take(self, fqn: str) -> torch.Tensor | None:
+    def _take(self, fqn: str) -> torch.Tensor:
         """Give away a gradient, in memory of its own."""
-        gradient, own = self.gradients.pop(fqn, None), fqn in self._own
+        gradient, own = self.gradients.pop(fqn), fqn in self._own
         self._own.pop(fqn, None)
-        return gradient if own or gradient is None else gradient.clone()
+        return gradient if own else gradient.clone()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """This rank's own gradients, added up since they were last taken, each in memory of its own."""
-        taken = {fqn: self._take(fqn) for fqn in list(self.gradients)}
-        return {fqn: gradient for fqn, gradient in taken.items() if gradient is not None}
+        return {fqn: self._take(fqn) for fqn in list(self.gradients)}
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receive the results of the previous stage; the first stage receives nothing."""
