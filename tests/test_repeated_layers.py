@@ -101,6 +101,83 @@ class AllStates(Stack):
         return states
 
 
+class StatesAfterFirst(AllStates):
+    """Likewise, after a layer before them."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(self.first(x))
+
+
+class States:
+    """What tensors of a call are kept in, as keys and values are for the next one."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.sums: dict[int, torch.Tensor] = {}
+
+    def keep(self, number: int, x: torch.Tensor) -> None:
+        self.seen.append(torch.relu(x))
+        self.sums[number] = x.sum(-1)
+
+
+class Views(States):
+    """Views of something that is not returned, and one of something that is."""
+
+    def keep(self, number: int, x: torch.Tensor) -> None:
+        hidden, whole = x.sin(), torch.relu(x)
+        self.seen += [hidden.t(), hidden[1:], whole, whole[1:]]
+
+
+class KeepingBlock(Block):
+    """Its number, which it reads, is where it keeps what it computes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor, states: States) -> torch.Tensor:
+        states.keep(self.number, self.norm(x))
+        return super().forward(x)
+
+
+class Keeping(Stack):
+    """Layers keep tensors in an object that is returned."""
+
+    states: type[States] = States
+
+    def __init__(self, layers: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(KeepingBlock, range(layers)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        states = self.states()
+        for layer in self.layers:
+            x = layer(x, states)
+        return torch.relu(x), states
+
+
+class KeepingViews(Keeping):
+    states = Views
+
+
+class InOtherOrder(Keeping):
+    """What one layer returns comes before what those before it do."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x, states = super().forward(x)
+        states.seen.insert(0, states.seen.pop(5))
+        return x, states
+
+
+class LacksOne(Keeping):
+    """One layer's result is not returned."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x, states = super().forward(x)
+        del states.seen[5]
+        return x, states
+
+
 class Plain(Stack):
     """Blocks that read nothing but each other, so that the last one's backward is that of all."""
 
@@ -292,6 +369,21 @@ REPEATED: dict[str, Callable[[], Case]] = {
     ),
 }
 
+CACHE: dict[str, Any] = {**NINE, "use_cache": True}
+
+REPEATED |= {
+    "states that layers keep": of_blocks(Keeping),
+    "views that layers keep": of_blocks(KeepingViews),
+    "llama with a cache": of_transformers("LlamaForCausalLM", "LlamaConfig", **CACHE),
+    "gpt2 with a cache": of_transformers("GPT2LMHeadModel", "GPT2Config", n_layer=9, n_embd=32, n_head=4, vocab_size=100),
+    "t5 with caches": of_transformers(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        **{"num_layers": 10, "num_decoder_layers": 9, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4},
+        **{"vocab_size": 100, "decoder_start_token_id": 0},
+    ),
+}
+
 WHOLE: dict[str, Callable[[], Case]] = {
     "seven layers": lambda: (Stack(7), (X,), {}),
     "a number in the loop": of_blocks(OneIsOther),
@@ -305,6 +397,13 @@ WHOLE: dict[str, Callable[[], Case]] = {
     "one layer's number printed": of_blocks(Prints),
     "a tensor made in Python for one layer": of_blocks(Weighted),
     "all states": of_blocks(AllStates),
+    "all states, also of what comes before": of_blocks(StatesAfterFirst),
+    "what one layer returns comes first": of_blocks(InOtherOrder),
+    "what one layer makes is not returned": of_blocks(LacksOne),
+    "a number of one layer": of_blocks(Keeping, lambda model: setattr(model.layers[5], "number", 50)),
+    "llama with a tensor in the cache of each layer": of_transformers(
+        "MistralForCausalLM", "MistralConfig", sliding_window=8, **CACHE
+    ),
     "a dropout in the middle": of_blocks(change=lambda model: setattr(model.layers[5].dropout, "p", 0.2)),
     "a wider layer in the middle": of_blocks(change=lambda model: setattr(model.layers[5], "linear", Wide())),
     "one layer ten times": of_blocks(
@@ -478,7 +577,7 @@ CHANGES: dict[str, Callable[[Stack], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Stack, Plain])  # of which four layers are traced, and two
+@pytest.mark.parametrize("kind", [Stack, Plain, Keeping])  # of which four layers are traced, and two
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_in_a_layer_that_was_not_traced_makes_another_program(change, kind):
     model = kind()
@@ -486,6 +585,14 @@ def test_what_changes_in_a_layer_that_was_not_traced_makes_another_program(chang
     assert guards.hold, guards.failing
     CHANGES[change](model)
     assert not guards.hold
+
+
+def test_the_number_of_a_layer_that_was_not_traced_is_guarded():
+    model = Keeping()
+    guards = room.capture(model, (X,), {}, device=torch.device("cpu")).take_guards(model)
+    assert guards.hold, guards.failing
+    model.layers[6].number = 7
+    assert not guards.hold and "layers.6.number == 6" in guards.failing
 
 
 def test_a_hook_of_a_layer_after_those_that_are_left_out_is_guarded():
@@ -509,7 +616,7 @@ def test_numbers_from_the_rows_are_those_of_all_layers():
     assert all(math.isclose(each.longer, 5) for each in numbers)
 
 
-@pytest.mark.parametrize("kind", [Stack, Plain])
+@pytest.mark.parametrize("kind", [Stack, Plain, KeepingViews])
 def test_the_program_trains_like_the_original(kind):
     model = kind()
     assert of_few((model, (X,), {})) is not None
@@ -579,6 +686,7 @@ def test_programs_of_all_plans_and_depths_are_made_of_one_trace(monkeypatch):
 FOUR: dict[str, tuple[Callable[[], Case], int]] = {
     "plain": (of_blocks(Plain), 2),
     "llama": (REPEATED["llama"], 2),
+    "llama with a cache": (REPEATED["llama with a cache"], 2),
     "gpt2": (REPEATED["gpt2"], 2),
     "bert": (REPEATED["bert"], 2),
     "vit with labels": (REPEATED["vit with labels, which sets its config"], 2),

@@ -30,7 +30,7 @@ from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.matrix_checks import check_matrices
 from shardgraph.capture.numbers import as_tensor, check_numbers, is_number
 from shardgraph.capture.private_copy import private_copy
-from shardgraph.capture.record import Record, UnequalLayersError, record
+from shardgraph.capture.record import Record, record
 from shardgraph.capture.recurrent import check_recurrent, with_own_weights
 from shardgraph.capture.refused import check_arguments, check_effects, check_shapes, check_strides, unsupported
 from shardgraph.capture.rewrites import rewritten
@@ -38,7 +38,7 @@ from shardgraph.capture.row_numbers import row_numbers
 from shardgraph.capture.scaled_products import scale_products
 from shardgraph.capture.shortened_rows import take_shortenings
 from shardgraph.capture.side_effects import is_constant
-from shardgraph.capture.stacks import Stack
+from shardgraph.capture.stacks import Stack, UnequalLayersError
 from shardgraph.capture.subclasses import check_inputs
 from shardgraph.capture.synchronized import check_synchronized, mark_synchronized, of_this_rank
 from shardgraph.errors import CaptureError, NoLossError, ShardGraphError

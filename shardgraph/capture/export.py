@@ -24,9 +24,9 @@ from shardgraph.capture.double import as_traced
 from shardgraph.capture.first_calls import hook_outputs
 from shardgraph.capture.masked_writes import choose_masked
 from shardgraph.capture.pytrees import register_types
-from shardgraph.capture.record import UnequalLayersError
 from shardgraph.capture.refused import AS_A_CHECK
 from shardgraph.capture.side_effects import Effects, harmful, merged, side_effects
+from shardgraph.capture.stacks import UnequalLayersError
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import AttributeResult, Origin
 

@@ -22,10 +22,10 @@ from typing import Any
 from torch import nn
 
 from shardgraph import ir
-from shardgraph.capture.record import Record, UnequalLayersError, check_same, repeated_layers
-from shardgraph.capture.repeat import repeat
+from shardgraph.capture.record import Record, check_same, repeated_layers
+from shardgraph.capture.repeat import repeat_joint
 from shardgraph.capture.side_effects import same_constants
-from shardgraph.capture.stacks import Stack, layer_of, stacks_of, with_few_layers
+from shardgraph.capture.stacks import Stack, UnequalLayersError, layer_of, stacks_of, with_few_layers
 from shardgraph.errors import ShardGraphError
 
 
@@ -75,7 +75,8 @@ def _repeated(
     few = with_few_layers(model, repeated)
     by_path = {stack.path: stack for stack in repeated}
     remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in whole.stacks]
-    check_same(whole, recorded(few, remaining), repeated, heads, kinds)
+    of_few = recorded(few, remaining)
+    check_same(whole, of_few, repeated, heads, kinds)
     joint, unequal = traced(few)
     if joint.results or joint.replaced or joint.shortened:
         raise UnequalLayersError("forward sets attributes to tensors, or writes parameters")
@@ -85,9 +86,10 @@ def _repeated(
     numbers = [(stack.path, {few: stack.stands_for(few) for few in range(stack.few)}) for stack in repeated]
     if difference := unequal(model, numbers):
         raise UnequalLayersError(difference)
-    gm = joint.module
-    for stack in repeated:
-        gm = repeat(gm, stack)
+    if joint.out_spec != of_few.out_spec:
+        raise UnequalLayersError("the output is put together in another way than that of the call that was recorded")
     assert joint.guards is not None
     origin = joint.origin and replace(joint.origin, guards=partial(joint.origin.guards, repeated=numbers))
-    return replace(joint, module=gm, guards=partial(joint.guards, repeated=numbers), origin=origin)
+    for stack in repeated:
+        joint = repeat_joint(joint, stack)
+    return replace(joint, out_spec=whole.out_spec, guards=partial(joint.guards, repeated=numbers), origin=origin)

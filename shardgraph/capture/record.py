@@ -15,19 +15,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgraph.capture.insertion import with_copies
 from shardgraph.capture.loops import RunAround
+from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.side_effects import LeftBehind
-from shardgraph.capture.stacks import LEAST, Stack, layer_of, numbered_modules
+from shardgraph.capture.stacks import LEAST, Stack, UnequalLayersError, layer_of, numbered_modules
 from shardgraph.ir.fake_values import Make, again
 from shardgraph.torch_api import FakeTensor, FakeTensorMode, outside_modes, pytree
 
 _PERIODS = 8  # layers after which kinds of layers may repeat, at most
 _FIRST = 4  # layers that may differ from those after them, or that all of those may read, at most
 _DEVICE = torch.ops.prim.device.default
-
-
-class UnequalLayersError(Exception):
-    """The layers of a stack do not all do the same; the model is traced whole."""
 
 
 class _Value(NamedTuple):
@@ -39,6 +37,10 @@ class _Value(NamedTuple):
     stack: int
     number: int
     name: int | str
+
+
+_Returned = _Value | int | float | str | None
+"""A leaf of the output: a tensor, by what it is, or another value."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Record:
 
     ``left`` is what it changed on the model: the values of attributes by the path of a module and their keys.
     ``around`` are the instructions of Python that ran around each layer, by its stack's position and its number.
+    ``returned`` are the leaves of its output, and ``out_spec`` is how these are put together.
     """
 
     stacks: Sequence[Stack]
@@ -64,6 +67,8 @@ class Record:
     differentiated: Set[_Value]
     left: Mapping[tuple[str, tuple[str, ...]], Any]
     around: Mapping[tuple[int, int], Set[Any]]
+    returned: Sequence[_Returned]
+    out_spec: Any
 
     def kinds(self, table: dict[Any, int], heads: Sequence[int]) -> list[int]:
         """A number for each segment, equal for segments that do the same.
@@ -75,15 +80,16 @@ class Record:
     def alike(self, stack: int) -> bool:
         """Whether all layers of a stack but the first do the same, in backward too.
 
-        They do not if the last one is a case of its own: its values are returned, or it is the only one that does not
-        add to a gradient of what all read from outside.
+        They do not if the last one is a case of its own: it is the only one that does not add to a gradient of what all
+        read from outside, or of what it returns, which a layer reads that comes after another one.
         """
         layers = [segment for segment in self.segments if segment.stack == stack][1:]
         read = {value for segment in layers for _, of in segment.operations for value in of}
         if any(value in self.differentiated or value.stack not in (-1, stack) for value in read):
             return False
-        _, returned = self.segments[-1].operations[-1]
-        if any(value.stack == stack for value in returned):
+        returned = {value for value in self.returned if isinstance(value, _Value)}
+        passed = (v for layer in layers for _, of in layer.operations for v in of if v.number != layer.number)
+        if not returned.isdisjoint(passed):
             return False
         heads = [0] * len(self.stacks)
         return len({self._done(segment, heads) for segment in layers}) == 1
@@ -127,8 +133,10 @@ def record(
     left = LeftBehind(model)
     with recorder, around:
         output = run()
-    recorder.returned(output)
-    return Record(stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer)
+    returned, out_spec = recorder.returned(output)
+    return Record(
+        stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer, returned, out_spec
+    )
 
 
 class _Recorder(TorchDispatchMode):
@@ -194,18 +202,25 @@ class _Recorder(TorchDispatchMode):
             self._made[key] = made
         return result
 
-    def returned(self, output: Any) -> None:
-        """Note the model's output.
+    def returned(self, output: Any) -> tuple[list[_Returned], Any]:
+        """Note the model's output: what a layer has made as something that this layer does, all else at the end.
 
         Raises:
             UnequalLayersError: it is an object that may hold anything.
         """
+        register_types(output)
         leaves, spec = pytree.tree_flatten(output)
         if not all(isinstance(leaf, (torch.Tensor, int, float, str, type(None))) for leaf in leaves):
             raise UnequalLayersError("the output has parts that are not tensors")
-        operands: list[torch.Tensor] = []
-        what = "output", str(spec), _written(leaves, operands)
-        self.segments[-1].operations.append((what, self._used(operands)))
+        layers = {(segment.stack, segment.number): segment for segment in self.segments}
+        returned: list[_Returned] = []
+        for leaf in leaves:
+            operands: list[torch.Tensor] = []
+            what, used = ("returned", _written(leaf, operands)), self._used(operands)
+            returned.append(used[0] if used else leaf)
+            segment = layers.get(used[0][:2]) if used and used[0].stack >= 0 else None
+            (segment or self.segments[-1]).operations.append((what, used))
+        return returned, spec
 
     def _used(self, operands: list[torch.Tensor]) -> tuple[_Value, ...]:
         return tuple([self._known(operand) or self._new(operand) for operand in operands])
@@ -317,6 +332,27 @@ def check_same(
     kept = [kind for segment, kind in kinds if (segment.stack, segment.number) not in omitted]
     if kept != few.kinds(table, heads):
         raise UnequalLayersError("what is outside of the layers depends on their number")
+    if list(whole.returned) != _returned_by_all(few, by_path):
+        raise UnequalLayersError("the layers do not return what two of them do, in their order")
+
+
+def _returned_by_all(few: Record, by_path: Mapping[str, Stack]) -> list[_Returned]:
+    """What the model returns, if each layer that is left out returns what the one does that stands for it."""
+    returned = list(few.returned)
+    for position, each in enumerate(few.stacks):
+        if (stack := by_path.get(each.path)) is not None:
+            layers = [v.number if isinstance(v, _Value) and v.stack == position else None for v in returned]
+            units = [None if layer is None else stack.unit_of(layer) for layer in layers]
+            more = [0 if layer is None or layer < stack.up_to(1) else stack.omitted for layer in layers]
+            returned = [
+                _of_layer(returned[i], number * stack.period if units[i] == 0 else more[i])
+                for i, number in with_copies(units, stack.repeats)
+            ]
+    return returned
+
+
+def _of_layer(value: _Returned, more: int) -> _Returned:
+    return value._replace(number=value.number + more) if more and isinstance(value, _Value) else value
 
 
 def _periodic(stack: Stack, kinds: Sequence[int], least: int) -> Stack:

@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from shardgraph import ir
-from shardgraph.capture.record import UnequalLayersError
-from shardgraph.capture.stacks import Stack
+from shardgraph.capture.insertion import in_a_row, pairs
+from shardgraph.capture.repeated_results import RETURNED, RepeatedResults
+from shardgraph.capture.stacks import Stack, UnequalLayersError
 from shardgraph.ir.attributes import (
     FORWARD_MODULES,
     MADE_BY,
@@ -45,6 +46,18 @@ def repeat(gm: fx.GraphModule, stack: Stack) -> fx.GraphModule:
         UnequalLayersError: one more unit of layers would not insert just one more segment into each half.
     """
     return _Repetition(gm, stack).graph()
+
+
+def repeat_joint(joint: ir.JointGraph, stack: Stack) -> ir.JointGraph:
+    """The same of a captured program: what layers return, all of them return. Its output is a list.
+
+    Raises:
+        UnequalLayersError: as :func:`repeat`.
+    """
+    repetition = _Repetition(joint.module, stack)
+    module, aliases = repetition.graph(), repetition.results.aliases(joint.aliases)
+    leaves = sum(isinstance(role, ir.Output) for role, _ in ir.outputs(module))
+    return replace(joint, module=module, aliases=aliases, out_spec=pytree.tree_structure([0] * leaves))
 
 
 @dataclass(frozen=True)
@@ -80,22 +93,35 @@ class _Repetition:
         self._moved: dict[tuple[int, str], dict[str, Any]] = {}  # those in other units
         self._numbered = re.compile(rf"^((?:module )?{re.escape(stack.prefix)})(\d+)(?=[.,]|$)")
         # The nodes of the first and of the second unit, in the inputs, in forward and in backward.
-        self._units = (self._inputs(), self._forward(), self._backward())
+        forward = self._forward()
+        self.results = self._returned_by(forward)
+        self._units = (self._inputs(), forward, self._backward())
         self._places = {
             node: _Place(part, second, offset)
             for part, units in enumerate(self._units)
             for second, unit in zip((False, True), units, strict=True)
             for offset, node in enumerate(unit)
         }
-        self._reads = {one: self._alike(one, other) for units in self._units for one, other in _pairs(*units)}
+        self._reads = {one: self._alike(one, other) for units in self._units for one, other in pairs(*units)}
         self._step = self._sequence_step()
         self._next_sequence = min(SEQUENCE.get(node, 0) for node in self._units[_FORWARD][1])
         self._check_outside()
 
     # Where the units are
 
+    def _returned_by(self, forward: Sequence[Sequence[fx.Node]]) -> RepeatedResults:
+        """The results: values of units, and what names them, as gradients of their parameters."""
+        made = {node: unit for unit, nodes in enumerate(forward) for node in nodes}
+        results = ir.outputs(self._gm)
+        units = [made.get(value) if isinstance(role, RETURNED) else self._unit(_name_of(role)) for role, value in results]
+        return RepeatedResults([role for role, _ in results], units, self._stack.repeats)
+
     def _inputs(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        inputs = [(node, self._unit(_name_of(ROLE.of(node)))) for node in self._nodes if node.op == "placeholder"]
+        roles = [(node, ROLE.of(node)) for node in self._nodes if node.op == "placeholder"]
+        inputs = [
+            (node, self.results.unit(role) if isinstance(role, ir.Tangent) else self._unit(_name_of(role)))
+            for node, role in roles
+        ]
         return [node for node, unit in inputs if unit == 0], [node for node, unit in inputs if unit == 1]
 
     def _forward(self) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -133,7 +159,7 @@ class _Repetition:
     def _unit(self, path: str) -> int | None:
         """The unit that something in the model is in: 0, 1, or -1 and 2 for the layers before and after them."""
         found = self._numbered.match(path)
-        return None if found is None else max(-1, min((int(found[2]) - self._stack.head) // self._stack.period, 2))
+        return None if found is None else self._stack.unit_of(int(found[2]))
 
     # That they are alike
 
@@ -197,7 +223,7 @@ class _Repetition:
     def _sequence_step(self) -> int:
         """By how much the sequence numbers of a unit are above those of the unit before."""
         forward, backward = (
-            {SEQUENCE.get(other, 0) - SEQUENCE.get(one, 0) for one, other in _pairs(*self._units[part])}
+            {SEQUENCE.get(other, 0) - SEQUENCE.get(one, 0) for one, other in pairs(*self._units[part])}
             for part in (_FORWARD, _BACKWARD)
         )
         if len(forward) != 1 or not backward <= forward | {0}:
@@ -252,7 +278,7 @@ class _Repetition:
     def _runs(self) -> dict[fx.Node, list[tuple[fx.Node, fx.Node]]]:
         """The nodes of the unit that runs first, each with its equal in the other, by the last of those in a row."""
         inputs, forward, backward = self._units
-        runs = [[*_pairs(*forward)], [*_pairs(*backward[::-1])], *_in_a_row(self._nodes, _pairs(*inputs))]
+        runs = [[*pairs(*forward)], [*pairs(*backward[::-1])], *in_a_row(self._nodes, pairs(*inputs))]
         return {run[-1][0]: run for run in runs if run}
 
     def _kept(self, node: fx.Node, reader: _Place | None) -> tuple[fx.Node, int]:
@@ -279,36 +305,40 @@ class _Repetition:
 
     def _results(self, made: Mapping[tuple[fx.Node, int], fx.Node]) -> list[tuple[ir.Role | None, Any]]:
         """The roles and values of the new graph's results: copies' are between those of the two units."""
-        results = ir.outputs(self._gm)
-        units = [self._unit(_name_of(role)) for role, _ in results]
-        first, second = ([i for i, of in enumerate(units) if of == unit] for unit in (0, 1))
-        runs = {run[-1][0]: run for run in _in_a_row(range(len(results)), _pairs(first, second))}
-        repeated: list[tuple[ir.Role | None, Any]] = []
-        for i, ((role, value), unit) in enumerate(zip(results, units, strict=True)):
+        results, numbers = ir.outputs(self._gm), [0, self._last]
+        for (role, value), of in zip(results, self.results.units, strict=True):
             place = self._places.get(value) if isinstance(value, fx.Node) else None
             # A result outside of layers is what all layers share: a gradient that the first one completes.
-            if place and (place.second != (unit == 1) or (unit not in (0, 1) and place.part != _BACKWARD)):
+            if place and (place.second != (of == 1) or (of not in (0, 1) and place.part != _BACKWARD)):
                 raise UnequalLayersError(f"the value {value.name} of a layer is a result")
-            result = made[self._kept(value, None)] if isinstance(value, fx.Node) else value
-            repeated.append((self._settled(role), result))
-            for number in range(1, self._last) if i in runs else ():
-                for one, other in runs[i]:
-                    read = self._read(results[one][1], results[other][1])
-                    if read.further or self._further(results[one][0], 1) != results[other][0]:
-                        raise UnequalLayersError("two layers give different results")
-                    copy = made[read.value, number if read.further == 0 else 0] if read.value is not None else None
-                    repeated.append((self._further(results[one][0], number), copy))
+        repeated: list[tuple[ir.Role | None, Any]] = []
+        for i, number in self.results.order:
+            role, value = results[i]
+            if number in numbers:
+                kept = made[self._kept(value, None)] if isinstance(value, fx.Node) else value
+                repeated.append((self._settled(role), kept))
+                continue
+            other_role, other = results[self.results.second[i]]
+            read = self._read(value, other)
+            if read.further or self._further(role, 1) != self._further(other_role, 0):
+                raise UnequalLayersError("two layers give different results")
+            copy = made[read.value, number if read.further == 0 else 0] if read.value is not None else None
+            repeated.append((self._further(role, number), copy))
         return repeated
 
     # Names and numbers of layers
 
     def _further(self, value: Any, units: int) -> Any:
         """A name or a role in a unit, as it is ``units`` further on."""
+        if isinstance(value, _RETURNED):
+            return self.results.moved(value, units)
         stack = self._stack
         return self._renumbered(value, lambda n: n + units * stack.period if n >= stack.head else n)
 
     def _settled(self, value: Any) -> Any:
         """A name or a role in the graph with few layers, as it is in the new one."""
+        if isinstance(value, _RETURNED):
+            return self.results.moved(value, None)
         stack = self._stack
         return self._renumbered(value, lambda n: n + stack.omitted if n >= stack.head + stack.period else n)
 
@@ -368,6 +398,7 @@ class _Repetition:
 
 
 _OF = (ir.Gradient, ir.Mutation)
+_RETURNED = (*RETURNED, ir.Tangent)
 
 
 class _Names:
@@ -415,26 +446,6 @@ def _is_tangent(node: fx.Node) -> bool:
 def _name_of(role: Any) -> str:
     """The parameter or buffer that a role is about; empty if none."""
     return str(getattr(role.of if isinstance(role, _OF) else role, "fqn", ""))
-
-
-def _pairs(first: Sequence[Any], second: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    if len(first) != len(second):
-        raise UnequalLayersError("two layers are not of one length")
-    return zip(first, second, strict=True)
-
-
-def _in_a_row(among: Sequence[Any], pairs: Iterable[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
-    """Pairs in runs, whose first ones follow on each other and are followed by their second ones."""
-    position = {each: i for i, each in enumerate(among)}
-    runs: list[list[tuple[Any, Any]]] = []
-    for one, other in pairs:
-        if runs and position[runs[-1][-1][0]] + 1 == position[one]:
-            runs[-1].append((one, other))
-        else:
-            runs.append([(one, other)])
-    if any(position[other] != position[one] + len(run) for run in runs for one, other in run):
-        raise UnequalLayersError("what two layers take or give is not in a row")
-    return runs
 
 
 def _described(value: Any) -> Any:

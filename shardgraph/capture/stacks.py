@@ -13,6 +13,10 @@ LEAST = 4
 """Layers that must be left out of a stack for a trace of fewer to be worth its comparisons."""
 
 
+class UnequalLayersError(Exception):
+    """The layers of a stack do not all do the same; the model is traced whole."""
+
+
 @dataclass(frozen=True)
 class Stack:
     """``path`` is a container of ``layers`` numbered modules.
@@ -40,6 +44,10 @@ class Stack:
     def up_to(self, units: int) -> int:
         """Layers of a model with the head and so many units."""
         return self.head + units * self.period
+
+    def unit_of(self, layer: int) -> int:
+        """The unit of a layer of the model with few: 0 or 1, or -1 and 2 for layers before and after these."""
+        return max(-1, min((layer - self.head) // self.period, 2))
 
     def unit(self, number: int) -> list[str]:
         """The names of the layers of a unit."""

@@ -19,9 +19,8 @@ import torch
 from torch import fx, nn
 
 from shardgraph.capture.captures import Call, Captures
-from shardgraph.capture.record import UnequalLayersError
-from shardgraph.capture.repeat import repeat
-from shardgraph.capture.stacks import Stack, layer_of
+from shardgraph.capture.repeat import repeat, repeat_joint
+from shardgraph.capture.stacks import Stack, UnequalLayersError, layer_of
 from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph, copy_graph
 from shardgraph.ir.attributes import (
@@ -134,9 +133,8 @@ class _Repeated(_Kept):
         model = self._depths.model(self._units)
         stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with suppress(UnequalLayersError):
-            module = repeat(few.module, self._stack)
             # For analysis alone: such a graph is not run, so it has no guards.
-            return replace(few, module=module, stored=stored, guards=None, origin=None, placed={})
+            return replace(repeat_joint(few, self._stack), stored=stored, guards=None, origin=None, placed={})
         return None
 
     def _take_placements(self, few: JointGraph, joint: JointGraph, plan: Plan) -> None:

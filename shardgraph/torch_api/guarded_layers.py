@@ -44,7 +44,8 @@ def _in_all_layers(
 def unequal(captured: Any, model: nn.Module, repeated: Repeated) -> str:
     """The first thing that tracing read of a layer of ``model`` and that is not equal in a layer that it stands for.
 
-    Empty if there is none. Also, what is not known about a stack that the guards do not mention.
+    Empty if there is none. Numbers that count the layers, as the place of a layer in a cache does, are taken for equal.
+    Also, what is not known about a stack that the guards do not mention.
     """
     output = captured.output_graph
     first, *_ = output.local_scope
@@ -62,7 +63,8 @@ def unequal(captured: Any, model: nn.Module, repeated: Repeated) -> str:
         expression = compile(_name(guard.originating_source).replace(_name(source), "_layer"), "<guard>", "eval")
         value = _value(expression, scope, layers[str(stands_for[0])])
         for other in stands_for[1:]:
-            if not _alike(guard, value, _value(expression, scope, layers[str(other)])):
+            found = _value(expression, scope, layers[str(other)])
+            if not _alike(guard, value, found) and not _counts(value, found, other - stands_for[0]):
                 return f"{_name(guard.originating_source)} is another one in layer {other} of {path}"
     unread = [path for path, layers in repeated if read[path] != set(layers)]
     return f"the layers of {unread[0]} are not among what was read" if unread else ""
@@ -137,6 +139,11 @@ def _alike(guard: Guard, one: Any, other: Any) -> bool:
         key = next(iter(create.args), None) if create.args else create.keywords.get("key")  # type: ignore[attr-defined]
         return (key in one) == (key in other)
     return _equal(one, other)
+
+
+def _counts(one: Any, other: Any, layers: int) -> bool:
+    """Whether two numbers are as far from each other as the layers that have them."""
+    return type(one) is type(other) is int and other - one == layers
 
 
 def _has(value: Any, attribute: str) -> tuple[bool, bool]:
