@@ -3,6 +3,10 @@
     python benchmarks/compile_time.py 8 16 32
     python benchmarks/compile_time.py 32 --cases auto --name compile-time
     python benchmarks/compile_time.py 32 --cases fsdp --warm
+    python benchmarks/compile_time.py 32 --cases fsdp --cache
+
+With ``--cache`` every layer returns its keys and values for a cache, as models of ``transformers`` do unless they are
+told not to.
 
 Nothing is read from or written to a directory that ``SHARDGRAPH_CACHE`` names. With ``--warm`` every measurement is
 followed by another one, in a process of its own, that finds on disk what the first has left in a new directory.
@@ -32,7 +36,7 @@ CASES = {"fsdp": {"dp": 64}, "fsdp+tp": {"dp": 8, "tp": 8}, "auto": {"dp": 8, "t
 COLUMNS = ("capture s", "captures", "else s", "total s", "proof s", "MiB", "nodes")
 
 
-def measure(layers: int, plan: str) -> dict[str, float]:
+def measure(layers: int, plan: str, cache: bool) -> dict[str, float]:
     """Processor seconds of captures, all else and the proof, MiB added, and nodes, of one compilation."""
     import torch
     import torch.distributed as dist
@@ -47,7 +51,7 @@ def measure(layers: int, plan: str) -> dict[str, float]:
     axes = CASES[plan]
     mesh = dist.device_mesh.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=False)).train()
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, use_cache=cache)).train()
     ids = torch.zeros(1, 512, dtype=torch.long, device="meta")
     compile_model = shardgraph.compile  # which loads it
     captures = time_captures()
@@ -106,10 +110,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--name", help="write the figures of all rounds to benchmarks/results/NAME.json")
     parser.add_argument("--warm", action="store_true", help="also the second start, which reads from disk")
+    parser.add_argument("--cache", action="store_true", help="of a model that returns keys and values for a cache")
     parser.add_argument("--once", help=argparse.SUPPRESS)  # one measurement of this case, as JSON
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(measure(options.layers[0], options.once)))
+        print(json.dumps(measure(options.layers[0], options.once, options.cache)))
         return
     starts = ("cold", "warm") if options.warm else ("cold",)
     runs = [(case, layers) for case in options.cases for layers in options.layers]
@@ -120,6 +125,7 @@ def main() -> None:
                 environment = os.environ | {"SHARDGRAPH_CACHE": cache if options.warm else "off"}
                 for start in starts:
                     command = [sys.executable, __file__, str(layers), "--once", case]
+                    command += ["--cache"] * options.cache
                     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
                     seen[case, layers, start].append(json.loads(output.stdout.splitlines()[-1]))
     print(f"{'plan':8}{'layers':>6}{'start':>6}" + "".join(f"{name:>11}" for name in COLUMNS))

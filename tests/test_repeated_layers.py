@@ -375,7 +375,15 @@ REPEATED |= {
     "states that layers keep": of_blocks(Keeping),
     "views that layers keep": of_blocks(KeepingViews),
     "llama with a cache": of_transformers("LlamaForCausalLM", "LlamaConfig", **CACHE),
-    "gpt2 with a cache": of_transformers("GPT2LMHeadModel", "GPT2Config", n_layer=9, n_embd=32, n_head=4, vocab_size=100),
+    "gpt2 with a cache": of_transformers(
+        "GPT2LMHeadModel", "GPT2Config", n_layer=9, n_embd=32, n_head=4, vocab_size=100
+    ),
+    "mistral, whose cache has a tensor for each layer": of_transformers(
+        "MistralForCausalLM", "MistralConfig", sliding_window=8, **CACHE
+    ),
+    "gemma2 with a cache": of_transformers(
+        "Gemma2ForCausalLM", "Gemma2Config", **{**CACHE, "num_hidden_layers": 12, "head_dim": 8, "sliding_window": 8}
+    ),
     "t5 with caches": of_transformers(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -401,9 +409,6 @@ WHOLE: dict[str, Callable[[], Case]] = {
     "what one layer returns comes first": of_blocks(InOtherOrder),
     "what one layer makes is not returned": of_blocks(LacksOne),
     "a number of one layer": of_blocks(Keeping, lambda model: setattr(model.layers[5], "number", 50)),
-    "llama with a tensor in the cache of each layer": of_transformers(
-        "MistralForCausalLM", "MistralConfig", sliding_window=8, **CACHE
-    ),
     "a dropout in the middle": of_blocks(change=lambda model: setattr(model.layers[5].dropout, "p", 0.2)),
     "a wider layer in the middle": of_blocks(change=lambda model: setattr(model.layers[5], "linear", Wide())),
     "one layer ten times": of_blocks(

@@ -24,6 +24,7 @@ from torch import nn
 from shardgraph import ir
 from shardgraph.capture.record import Record, check_same, repeated_layers
 from shardgraph.capture.repeat import repeat_joint
+from shardgraph.capture.returned import orders
 from shardgraph.capture.side_effects import same_constants
 from shardgraph.capture.stacks import Stack, UnequalLayersError, layer_of, stacks_of, with_few_layers
 from shardgraph.errors import ShardGraphError
@@ -77,6 +78,7 @@ def _repeated(
     remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in whole.stacks]
     of_few = recorded(few, remaining)
     check_same(whole, of_few, repeated, heads, kinds)
+    returned = orders(whole, of_few, repeated)
     joint, unequal = traced(few)
     if joint.results or joint.replaced or joint.shortened:
         raise UnequalLayersError("forward sets attributes to tensors, or writes parameters")
@@ -90,6 +92,6 @@ def _repeated(
         raise UnequalLayersError("the output is put together in another way than that of the call that was recorded")
     assert joint.guards is not None
     origin = joint.origin and replace(joint.origin, guards=partial(joint.origin.guards, repeated=numbers))
-    for stack in repeated:
-        joint = repeat_joint(joint, stack)
+    for stack, order in zip(repeated, returned, strict=True):
+        joint = repeat_joint(joint, stack, order)
     return replace(joint, out_spec=whole.out_spec, guards=partial(joint.guards, repeated=numbers), origin=origin)

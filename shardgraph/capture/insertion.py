@@ -12,18 +12,19 @@ def with_copies(units: Sequence[int | None], repeats: int) -> list[tuple[int, in
     """The order of a list with ``repeats`` more units than two: the position here of what each item is, or is like,
     and the number of its unit, 0 outside.
 
-    ``units`` are 0 and 1 for items of the two units, anything else for others.
-
-    Raises:
-        UnequalLayersError: those of the second unit do not follow on those of the first.
+    ``units`` are 0 and 1 for items of the two units, anything else for others. Copies follow on those of the first unit
+    that are in a row.
     """
-    first, second = ([i for i, of in enumerate(units) if of == unit] for unit in (0, 1))
-    runs = {run[-1][0]: run for run in in_a_row(range(len(units)), pairs(first, second))}
     found: list[tuple[int, int]] = []
-    for i, unit in enumerate(units):
+    run: list[int] = []
+    for i, unit in enumerate([*units, None]):
+        if unit == 0:
+            run.append(i)
+        elif run:
+            found += [(one, number) for number in range(1, repeats + 1) for one in run]
+            run = []
         found.append((i, repeats + 1 if unit == 1 else 0))
-        found += [(one, number) for number in range(1, repeats + 1) for one, _ in runs.get(i, ())]
-    return found
+    return found[:-1]
 
 
 def pairs(first: Sequence[Any], second: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardgraph.capture.insertion import with_copies
 from shardgraph.capture.loops import RunAround
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.side_effects import LeftBehind
@@ -28,7 +27,7 @@ _FIRST = 4  # layers that may differ from those after them, or that all of those
 _DEVICE = torch.ops.prim.device.default
 
 
-class _Value(NamedTuple):
+class Value(NamedTuple):
     """A value of the run, by where it was first seen: in a layer of a stack, or outside (``stack`` -1).
 
     ``name`` is its number there or, for a tensor of the model, its name in the layer.
@@ -39,7 +38,7 @@ class _Value(NamedTuple):
     name: int | str
 
 
-_Returned = _Value | int | float | str | None
+Leaf = Value | int | float | str | None
 """A leaf of the output: a tensor, by what it is, or another value."""
 
 
@@ -49,7 +48,7 @@ class _Segment:
 
     stack: int
     number: int
-    operations: list[tuple[Any, tuple[_Value, ...]]] = field(default_factory=list)
+    operations: list[tuple[Any, tuple[Value, ...]]] = field(default_factory=list)
     values: int = 0
 
 
@@ -64,10 +63,10 @@ class Record:
 
     stacks: Sequence[Stack]
     segments: list[_Segment]
-    differentiated: Set[_Value]
+    differentiated: Set[Value]
     left: Mapping[tuple[str, tuple[str, ...]], Any]
     around: Mapping[tuple[int, int], Set[Any]]
-    returned: Sequence[_Returned]
+    returned: Sequence[Leaf]
     out_spec: Any
 
     def kinds(self, table: dict[Any, int], heads: Sequence[int]) -> list[int]:
@@ -87,7 +86,7 @@ class Record:
         read = {value for segment in layers for _, of in segment.operations for value in of}
         if any(value in self.differentiated or value.stack not in (-1, stack) for value in read):
             return False
-        returned = {value for value in self.returned if isinstance(value, _Value)}
+        returned = {value for value in self.returned if isinstance(value, Value)}
         passed = (v for layer in layers for _, of in layer.operations for v in of if v.number != layer.number)
         if not returned.isdisjoint(passed):
             return False
@@ -97,7 +96,7 @@ class Record:
     def _done(self, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
         return tuple((what, tuple(self._seen(v, segment, heads) for v in of)) for what, of in segment.operations)
 
-    def _seen(self, value: _Value, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
+    def _seen(self, value: Value, segment: _Segment, heads: Sequence[int]) -> tuple[Any, ...]:
         if value.stack < 0 or value.number < heads[value.stack]:
             return ("at", *value)
         if value.stack == segment.stack:
@@ -134,9 +133,7 @@ def record(
     with recorder, around:
         output = run()
     returned, out_spec = recorder.returned(output)
-    return Record(
-        stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer, returned, out_spec
-    )
+    return Record(stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer, returned, out_spec)
 
 
 class _Recorder(TorchDispatchMode):
@@ -147,13 +144,13 @@ class _Recorder(TorchDispatchMode):
         self._mode, self._stacks = mode, stacks
         self._made: dict[Any, Make] = {}
         self._held: list[torch.Tensor] = []  # so that no id is used twice
-        self._values: dict[Any, _Value] = {}
+        self._values: dict[Any, Value] = {}
         self.segments = [_Segment(-1, 0)]
-        self.differentiated: set[_Value] = set()
+        self.differentiated: set[Value] = set()
         for name, tensor in _tensors(model):
             if not self._known(tensor):
                 found = layer_of(name, stacks)
-                self._keep(tensor, _Value(*found) if found else _Value(-1, -1, name))
+                self._keep(tensor, Value(*found) if found else Value(-1, -1, name))
         for leaf in inputs:
             if isinstance(leaf, torch.Tensor):
                 self._new(leaf)
@@ -202,7 +199,7 @@ class _Recorder(TorchDispatchMode):
             self._made[key] = made
         return result
 
-    def returned(self, output: Any) -> tuple[list[_Returned], Any]:
+    def returned(self, output: Any) -> tuple[list[Leaf], Any]:
         """Note the model's output: what a layer has made as something that this layer does, all else at the end.
 
         Raises:
@@ -213,7 +210,7 @@ class _Recorder(TorchDispatchMode):
         if not all(isinstance(leaf, (torch.Tensor, int, float, str, type(None))) for leaf in leaves):
             raise UnequalLayersError("the output has parts that are not tensors")
         layers = {(segment.stack, segment.number): segment for segment in self.segments}
-        returned: list[_Returned] = []
+        returned: list[Leaf] = []
         for leaf in leaves:
             operands: list[torch.Tensor] = []
             what, used = ("returned", _written(leaf, operands)), self._used(operands)
@@ -222,18 +219,18 @@ class _Recorder(TorchDispatchMode):
             (segment or self.segments[-1]).operations.append((what, used))
         return returned, spec
 
-    def _used(self, operands: list[torch.Tensor]) -> tuple[_Value, ...]:
+    def _used(self, operands: list[torch.Tensor]) -> tuple[Value, ...]:
         return tuple([self._known(operand) or self._new(operand) for operand in operands])
 
-    def _new(self, tensor: torch.Tensor) -> _Value:
+    def _new(self, tensor: torch.Tensor) -> Value:
         segment = self.segments[-1]
         segment.values += 1
-        return self._keep(tensor, _Value(segment.stack, segment.number, segment.values))
+        return self._keep(tensor, Value(segment.stack, segment.number, segment.values))
 
-    def _known(self, tensor: torch.Tensor) -> _Value | None:
+    def _known(self, tensor: torch.Tensor) -> Value | None:
         return self._values.get(id(tensor)) or self._values.get(_place(tensor))
 
-    def _keep(self, tensor: torch.Tensor, value: _Value) -> _Value:
+    def _keep(self, tensor: torch.Tensor, value: Value) -> Value:
         self._held.append(tensor)
         if value.stack < 0 and tensor.requires_grad:
             self.differentiated.add(value)
@@ -332,27 +329,6 @@ def check_same(
     kept = [kind for segment, kind in kinds if (segment.stack, segment.number) not in omitted]
     if kept != few.kinds(table, heads):
         raise UnequalLayersError("what is outside of the layers depends on their number")
-    if list(whole.returned) != _returned_by_all(few, by_path):
-        raise UnequalLayersError("the layers do not return what two of them do, in their order")
-
-
-def _returned_by_all(few: Record, by_path: Mapping[str, Stack]) -> list[_Returned]:
-    """What the model returns, if each layer that is left out returns what the one does that stands for it."""
-    returned = list(few.returned)
-    for position, each in enumerate(few.stacks):
-        if (stack := by_path.get(each.path)) is not None:
-            layers = [v.number if isinstance(v, _Value) and v.stack == position else None for v in returned]
-            units = [None if layer is None else stack.unit_of(layer) for layer in layers]
-            more = [0 if layer is None or layer < stack.up_to(1) else stack.omitted for layer in layers]
-            returned = [
-                _of_layer(returned[i], number * stack.period if units[i] == 0 else more[i])
-                for i, number in with_copies(units, stack.repeats)
-            ]
-    return returned
-
-
-def _of_layer(value: _Returned, more: int) -> _Returned:
-    return value._replace(number=value.number + more) if more and isinstance(value, _Value) else value
 
 
 def _periodic(stack: Stack, kinds: Sequence[int], least: int) -> Stack:

@@ -10,7 +10,7 @@ such account, nothing is repeated.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -22,6 +22,7 @@ from torch import fx
 from shardgraph import ir
 from shardgraph.capture.insertion import in_a_row, pairs
 from shardgraph.capture.repeated_results import RETURNED, RepeatedResults
+from shardgraph.capture.returned import Order
 from shardgraph.capture.stacks import Stack, UnequalLayersError
 from shardgraph.ir.attributes import (
     FORWARD_MODULES,
@@ -48,13 +49,14 @@ def repeat(gm: fx.GraphModule, stack: Stack) -> fx.GraphModule:
     return _Repetition(gm, stack).graph()
 
 
-def repeat_joint(joint: ir.JointGraph, stack: Stack) -> ir.JointGraph:
-    """The same of a captured program: what layers return, all of them return. Its output is a list.
+def repeat_joint(joint: ir.JointGraph, stack: Stack, returned: Order | None = None) -> ir.JointGraph:
+    """The same of a captured program: what layers return, all of them return. Its output is a list, ``returned`` in
+    this order.
 
     Raises:
         UnequalLayersError: as :func:`repeat`.
     """
-    repetition = _Repetition(joint.module, stack)
+    repetition = _Repetition(joint.module, stack, returned)
     module, aliases = repetition.graph(), repetition.results.aliases(joint.aliases)
     leaves = sum(isinstance(role, ir.Output) for role, _ in ir.outputs(module))
     return replace(joint, module=module, aliases=aliases, out_spec=pytree.tree_structure([0] * leaves))
@@ -85,7 +87,7 @@ class _Repetition:
     a unit is known by its node in the first unit and the unit's number.
     """
 
-    def __init__(self, gm: fx.GraphModule, stack: Stack) -> None:
+    def __init__(self, gm: fx.GraphModule, stack: Stack, returned: Order | None = None) -> None:
         self._gm, self._stack, self._last = gm, stack, stack.repeats + 1
         self._nodes = list(gm.graph.nodes)
         self._same: dict[int, int] = {}  # numbers of modules of nodes, by the object and by what is in it
@@ -94,7 +96,7 @@ class _Repetition:
         self._numbered = re.compile(rf"^((?:module )?{re.escape(stack.prefix)})(\d+)(?=[.,]|$)")
         # The nodes of the first and of the second unit, in the inputs, in forward and in backward.
         forward = self._forward()
-        self.results = self._returned_by(forward)
+        self.results = self._returned_by(forward, returned)
         self._units = (self._inputs(), forward, self._backward())
         self._places = {
             node: _Place(part, second, offset)
@@ -109,12 +111,14 @@ class _Repetition:
 
     # Where the units are
 
-    def _returned_by(self, forward: Sequence[Sequence[fx.Node]]) -> RepeatedResults:
+    def _returned_by(self, forward: Sequence[Sequence[fx.Node]], returned: Order | None) -> RepeatedResults:
         """The results: values of units, and what names them, as gradients of their parameters."""
         made = {node: unit for unit, nodes in enumerate(forward) for node in nodes}
         results = ir.outputs(self._gm)
-        units = [made.get(value) if isinstance(role, RETURNED) else self._unit(_name_of(role)) for role, value in results]
-        return RepeatedResults([role for role, _ in results], units, self._stack.repeats)
+        units = [
+            made.get(value) if isinstance(role, RETURNED) else self._unit(_name_of(role)) for role, value in results
+        ]
+        return RepeatedResults([role for role, _ in results], units, self._stack.repeats, returned)
 
     def _inputs(self) -> tuple[list[fx.Node], list[fx.Node]]:
         roles = [(node, ROLE.of(node)) for node in self._nodes if node.op == "placeholder"]
@@ -305,8 +309,8 @@ class _Repetition:
 
     def _results(self, made: Mapping[tuple[fx.Node, int], fx.Node]) -> list[tuple[ir.Role | None, Any]]:
         """The roles and values of the new graph's results: copies' are between those of the two units."""
-        results, numbers = ir.outputs(self._gm), [0, self._last]
-        for (role, value), of in zip(results, self.results.units, strict=True):
+        results, kept = ir.outputs(self._gm), (0, self._last)
+        for (_, value), of in zip(results, self.results.units, strict=True):
             place = self._places.get(value) if isinstance(value, fx.Node) else None
             # A result outside of layers is what all layers share: a gradient that the first one completes.
             if place and (place.second != (of == 1) or (of not in (0, 1) and place.part != _BACKWARD)):
@@ -314,9 +318,9 @@ class _Repetition:
         repeated: list[tuple[ir.Role | None, Any]] = []
         for i, number in self.results.order:
             role, value = results[i]
-            if number in numbers:
-                kept = made[self._kept(value, None)] if isinstance(value, fx.Node) else value
-                repeated.append((self._settled(role), kept))
+            if number in kept:
+                result = made[self._kept(value, None)] if isinstance(value, fx.Node) else value
+                repeated.append((self._settled(role), result))
                 continue
             other_role, other = results[self.results.second[i]]
             read = self._read(value, other)

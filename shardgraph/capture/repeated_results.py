@@ -1,7 +1,7 @@
 """The results of a graph with many equal layers, in their order, from those of the graph with few.
 
-Equal layers return equal things: keys and values for a cache, hidden states, weights of attention. Further layers
-return theirs between what the two units return, so that all that comes later has a higher index.
+Equal layers return equal things, such as keys and values for a cache. What comes after those of further layers has a
+higher index in the output.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from shardgraph import ir
 from shardgraph.capture.insertion import pairs, with_copies
+from shardgraph.capture.returned import Order
 from shardgraph.capture.stacks import UnequalLayersError
 
+Returned = ir.Output | ir.IntermediateBase
 RETURNED = (ir.Output, ir.IntermediateBase)
 """The roles that are numbered; a gradient that comes in has the number of what it is the gradient of."""
 
@@ -23,33 +24,43 @@ class RepeatedResults:
     """The results of a graph with few layers, by their ``roles`` and the ``units`` that they are of, and of the graph
     with ``repeats`` more units.
 
-    ``units`` are 0 and 1 for the two units, anything else outside of them. ``order`` are the new graph's results: the
-    position here of what each of them is, or is like, and the number of its unit, 0 outside. ``second`` are the
-    positions of what the second unit returns, by those of their equals in the first.
+    ``units`` are 0 and 1 for the two units, anything else outside of them. ``returned`` is the order of the outputs, if
+    that is known. ``order`` are the new graph's results: the position here of what each of them is, or is like, and
+    the number of its unit, 0 outside. ``second`` are the positions of what the second unit returns, by those of their
+    equals in the first.
 
     Raises:
-        UnequalLayersError: the results of the second unit do not follow on those of the first.
+        UnequalLayersError: one unit has more results than the other, or other ones are returned.
     """
 
-    def __init__(self, roles: Sequence[ir.Role | None], units: Sequence[int | None], repeats: int) -> None:
-        self.units, self.order = units, with_copies(units, repeats)
-        self._last = repeats + 1
+    def __init__(
+        self,
+        roles: Sequence[ir.Role | None],
+        units: Sequence[int | None],
+        repeats: int,
+        returned: Order | None = None,
+    ) -> None:
+        self.units, self._last = units, repeats + 1
+        self.order = _order(roles, units, repeats, returned)
         first, second = ([i for i, of in enumerate(units) if of == unit] for unit in (0, 1))
         self.second = dict(pairs(first, second))
         self._units = {role: unit for role, unit in zip(roles, units, strict=True) if isinstance(role, RETURNED)}
-        self._equals = {roles[other]: roles[one] for one, other in self.second.items()}
-        self._new: dict[tuple[ir.Role, int], ir.Role] = {}
+        # What the second unit returns, by its equal in the first; and all of the new graph by unit.
+        self._equals = dict[Returned, Returned]()
+        for one, other in self.second.items():
+            if isinstance(first_role := roles[one], RETURNED) and isinstance(second_role := roles[other], RETURNED):
+                self._equals[second_role] = first_role
+        self._new = dict[tuple[Returned, int], Returned]()
         numbers = {kind: count() for kind in RETURNED}
         for position, number in self.order:
             if isinstance(role := roles[position], RETURNED):
-                known = self._equals.get(role, role), number
-                self._new[known] = type(role)(next(numbers[type(role)]))
+                self._new[self._equals.get(role, role), number] = type(role)(next(numbers[type(role)]))
 
-    def unit(self, role: ir.Role) -> int | None:
+    def unit(self, role: Returned | ir.Tangent) -> int | None:
         """The unit that returns this, or that gets this gradient of what it returns."""
         return self._units.get(_returned(role))
 
-    def moved(self, role: ir.Role, units: int | None) -> ir.Role:
+    def moved(self, role: Returned | ir.Tangent, units: int | None) -> ir.Role:
         """The role ``units`` further on, in the new graph, where the second unit is taken for the first copy; or that
         of the same thing there, if None."""
         of = _returned(role)
@@ -68,7 +79,7 @@ class RepeatedResults:
             UnequalLayersError: two layers return views of values that are not alike.
         """
 
-        def moved(role: Any, units: int | None) -> ir.OutputAlias | None:
+        def moved(role: Returned, units: int | None) -> ir.OutputAlias | None:
             alias = few.get(role.index)
             if alias is None or not isinstance(alias.base, RETURNED):
                 return alias
@@ -81,7 +92,22 @@ class RepeatedResults:
         return {of.index: alias for of, alias in new.items() if alias is not None}
 
 
-def _returned(role: ir.Role) -> ir.Role:
+def _order(
+    roles: Sequence[ir.Role | None], units: Sequence[int | None], repeats: int, returned: Order | None
+) -> list[tuple[int, int]]:
+    order = with_copies(units, repeats)
+    if returned is None:
+        return order
+    outputs = [i for i, role in enumerate(roles) if isinstance(role, ir.Output)]
+    known = [(outputs[i], number) for i, number in returned]
+    copies = [each for each in order if isinstance(roles[each[0]], ir.Output)]
+    if sorted(known) != sorted(copies):
+        raise UnequalLayersError("layers return other values in the graph than in the call that was recorded")
+    known_next = iter(known)
+    return [next(known_next) if isinstance(roles[each[0]], ir.Output) else each for each in order]
+
+
+def _returned(role: Returned | ir.Tangent) -> Returned:
     """What is returned that this is, or is the gradient of."""
     if not isinstance(role, ir.Tangent):
         return role
