@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import fx
@@ -13,8 +14,10 @@ from shardgraph.passes.chunking.region import NotByRowsError, described, find_re
 from shardgraph.passes.chunking.slice_before_scores import normalizations
 from shardgraph.passes.chunking.write_chunks import write_chunks
 
-LOSS_CHUNK = 64 * 2**20
-"""Bytes of scores per chunk if a memory budget asks for chunks: still many rows, and little compared to layers."""
+LOSS_CHUNKS = (512 * 2**20, 64 * 2**20)
+"""Bytes of scores per chunk that are tried if a memory budget asks for chunks. The large one has a thousand rows of a
+vocabulary of 128,000: products of fewer wait for its weight, and for the sum of its gradients. The small one is little
+compared to layers."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,15 @@ class MarkScores(Pass):
             SCORES.set(node, number)
 
 
-def has_scores(gm: fx.GraphModule, nbytes: int) -> bool:
-    """Whether a captured graph has a cross-entropy over more than ``nbytes`` bytes of scores."""
-    return any(node.meta["val"].nbytes > nbytes for node in normalizations(gm))
+def chunks_of(gm: fx.GraphModule) -> list[int]:
+    """Those of :data:`LOSS_CHUNKS` that are less than the scores of a cross-entropy in a captured graph which can be
+    computed in chunks."""
+    scores = 0
+    for node in normalizations(gm):
+        with suppress(NotByRowsError):
+            region = find_region(gm, node)
+            scores = max(scores, region.row_bytes * region.rows)
+    return [nbytes for nbytes in LOSS_CHUNKS if nbytes < scores]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardgraph.capture.capture import own_loss
 from shardgraph.errors import CaptureError, PlanError, ShardGraphError
 from shardgraph.plans.plan import Plan
 from shardgraph.search.batches import Batches
@@ -403,13 +402,9 @@ class Finals:
 
     def _source_of(self, layout: Layout) -> Source:
         """The source of the layout's batch, whose call has the loss if stages need it."""
-        call = self._source.call
-        if layout.stages > 1 and call.loss_fn is None:
-            call = replace(call, loss_fn=own_loss)
+        source = self._source.of_step if layout.stages > 1 else self._source
         batch = layout.batch * (layout.microbatches if layout.stages > 1 else 1)
-        if batch != call.batch:
-            call = call.resized(batch, call.sequence)
-        return replace(self._source, question=replace(self._question, call=call))
+        return source if batch == source.call.batch else source.resized(batch, source.call.sequence)
 
     def _plan(self, layout: Layout) -> Plan:
         balance: tuple[int, ...] = ()

@@ -47,9 +47,9 @@ class CostTable:
     def of(self, layout: Layout, links: float = 1.0) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
         be. The links that operators use have ``links`` times the bandwidth of the cluster's."""
-        key = self._key(layout), layout.chunked, links
+        key = self._key(layout), layout.chunked, layout.chunked and layout.stages > 1, links
         if key not in self._scaled:
-            costs = self._divided(replace(layout, chunked=False))
+            costs = self._divided(replace(layout, chunked=0))
             if costs is not None and layout.chunked:
                 costs = self._in_chunks(costs, layout)
             self._scaled[key] = None if costs is None else costs.with_links_faster(links)
@@ -92,13 +92,19 @@ class CostTable:
         return among_more(one, near, axis, few, ranks, factor)
 
     def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
-        """The costs with scores in chunks, which changes those of ranks that divide the model by their share."""
+        """The costs with scores in chunks, which changes those of ranks that divide the model by their share; with
+        stages those of a step that returns its loss alone."""
         undivided = Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
-        whole, chunked = self._priced(undivided), self._priced(replace(undivided, chunked=True))
+        table = self._of_step if layout.stages > 1 else self
+        whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=layout.chunked))
         if whole is None or chunked is None:
             return None
         tail = costs.tail.plus(chunked.tail, 1 / layout.degree).plus(whole.tail, -1 / layout.degree).positive
         return replace(costs, tail=tail, working=costs.working + (chunked.working - whole.working) / layout.degree)
+
+    @cached_property
+    def _of_step(self) -> CostTable:
+        return CostTable(self.source.of_step, self.degree)
 
     def _priced(self, layout: Layout) -> LayerCosts | None:
         *_, offload, batch = self._key(layout)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import PlanError
-from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
+from shardgraph.passes.chunking.chunk_loss import chunks_of
 from shardgraph.report.folding import unlike
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
@@ -145,7 +145,7 @@ class Estimates:
         """What no layout has, though a plan may, and why."""
         if self._pipelines and self._blocks[0] > 1:
             yield (
-                "not searched with stages: chunks of the loss, layers of which some are recomputed or kept gathered, "
+                "not searched with stages: layers of which some are recomputed or kept gathered, "
                 "axes over several nodes, and operators divided with whole activations between them, since pipelines "
                 "take longest to price: ask for them in the plan"
             )
@@ -246,23 +246,41 @@ class Estimates:
         return list(self._guesses(whole, machine))
 
     def _in_chunks(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
-        """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not."""
-        large = [pair for pair in estimated if pair[1].memory > self._budget and pair[0].stages == 1]
-        best = _WORTHWHILE * self._best_of(estimated)
-        faster = [pair[0] for pair in large if per_sample(pair) < best]
-        if not faster or not self._large_scores:
-            return []
-        return list(self._guesses((replace(layout, chunked=True) for layout in faster), machine))
+        """Layouts whose loss is computed in chunks, of those that would be faster than what fits, and do not; in small
+        chunks where large ones do not fit."""
+        large = [pair for pair in estimated if pair[1].memory > self._budget]
+        found: list[Estimated] = []
+        while large:
+            best = _WORTHWHILE * self._best_of([*estimated, *found])
+            faster = (self._in_less(pair[0]) for pair in large if per_sample(pair) < best)
+            chunked = list(self._guesses(filter(None, faster), machine))
+            found += chunked
+            large = [pair for pair in chunked if pair[1].memory > self._budget]
+        return found
+
+    def _in_less(self, layout: Layout) -> Layout | None:
+        """The layout with its loss in the largest chunks that are smaller than now."""
+        chunks = self._chunks_of_stages if layout.stages > 1 else self._chunks
+        smaller = (nbytes for nbytes in chunks if not layout.chunked or nbytes < layout.chunked)
+        nbytes = next(smaller, 0)
+        return replace(layout, chunked=nbytes) if nbytes else None
 
     @cached_property
-    def _large_scores(self) -> bool:
-        """Whether a deep model has a loss over large scores, and whether they exist in chunks is open; of others it is
-        chosen with the recomputation."""
-        source, plan = self._source, self._question.with_options(Layout().plan())
+    def _chunks(self) -> list[int]:
+        """Bytes of chunks in which a loss over large scores may be computed, of a deep model, if that is open; of others
+        it is chosen with the recomputation."""
+        return self._chunks_in(self._source)
+
+    @cached_property
+    def _chunks_of_stages(self) -> list[int]:
+        return self._chunks_in(self._source.of_step)
+
+    def _chunks_in(self, source: Source) -> list[int]:
+        plan = self._question.with_options(Layout().plan())
         if source.depths is None or plan.loss_chunk is not None:
-            return False
+            return []
         few = source.at(source.depths, PLACED, plan)
-        return has_scores(few.captures.joint(few.call, plan).module, LOSS_CHUNK)
+        return chunks_of(few.captures.joint(few.call, plan).module)
 
     def _best_of(self, estimated: Sequence[Estimated]) -> float:
         """The least seconds per sample of what fits."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
-from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
@@ -34,8 +33,8 @@ class Layout:
     of their own, and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step.
     Of the model's equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, the
     parameters of the last ``kept`` stay gathered for backward where ``data`` gathers them again, and what ``away`` of
-    them save, as far from each other as can be, is in host memory until backward needs it. If ``chunked``,
-    scores of a loss over a large vocabulary exist in chunks. ``offload`` is the name of what is kept in host memory
+    them save, as far from each other as can be, is in host memory until backward needs it. Scores of
+    a loss over a large vocabulary exist in chunks of ``chunked`` bytes, if that is not 0. ``offload`` is the name of what is kept in host memory
     (:meth:`Offload.of`), if anything is.
     """
 
@@ -55,7 +54,7 @@ class Layout:
     full: int = 0
     kept: int = 0
     away: int = 0
-    chunked: bool = False
+    chunked: int = 0
     whole_activations: bool = False
 
     @property
@@ -114,7 +113,7 @@ class Layout:
     @property
     def plain_in_memory(self) -> Layout:
         """The layout without what only saves memory, apart from recomputation of all layers and smaller batches."""
-        return replace(self, chunked=False, full=0, away=0, offload="")
+        return replace(self, chunked=0, full=0, away=0, offload="")
 
     @property
     def plain(self) -> bool:
@@ -165,7 +164,7 @@ class Layout:
         if self.stages > 1:
             pipeline = Pipeline(self.microbatches, self.schedule, balance=balance, ranks=self.stages)
         plan = replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
-        plan = replace(plan, loss_chunk=LOSS_CHUNK) if self.chunked else plan
+        plan = replace(plan, loss_chunk=self.chunked) if self.chunked else plan
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 

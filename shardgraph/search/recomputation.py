@@ -23,7 +23,7 @@ from shardgraph.passes.analysis.liveness import MemoryProfile
 from shardgraph.passes.analysis.names import names_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import run_passes
-from shardgraph.passes.chunking.chunk_loss import LOSS_CHUNK, has_scores
+from shardgraph.passes.chunking.chunk_loss import chunks_of
 from shardgraph.passes.lowering import WHOLE_PASSES, lower
 from shardgraph.passes.placing import place, place_operators
 from shardgraph.passes.program import Program
@@ -249,16 +249,17 @@ def nearest_to(budget: int, whole: Recomputations) -> tuple[Recomputations, Choi
     """
     plan, choice = whole.plan, whole.nearest(budget)
     fits = whole.peak(choice) <= budget
-    settled = plan.recompute != "budget" or plan.loss_chunk is not None or (fits and not choice.seconds)
-    if settled or not has_scores(whole.joint.module, LOSS_CHUNK):
+    if plan.recompute != "budget" or plan.loss_chunk is not None or (fits and not choice.seconds):
         return whole, choice
-    chunked = replace(whole, plan=replace(plan, loss_chunk=LOSS_CHUNK))
-    other = chunked.nearest(budget)
-    if chunked.peak(other) <= budget:
-        better = not fits or chunked.seconds(other) < whole.seconds(choice)
-    else:
-        better = not fits and chunked.peak(other) < whole.peak(choice)
-    return (chunked, other) if better else (whole, choice)
+    best = whole, choice
+    for nbytes in chunks_of(whole.joint.module):
+        chunked = replace(whole, plan=replace(plan, loss_chunk=nbytes))
+        other = chunked.nearest(budget)
+        if chunked.peak(other) <= budget:  # smaller chunks take longer
+            return (chunked, other) if not fits or chunked.seconds(other) < whole.seconds(choice) else best
+        if not fits and chunked.peak(other) < best[0].peak(best[1]):
+            best = chunked, other
+    return best
 
 
 def with_placements(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.stacks import Stack
 from shardgraph.ir import JointGraph
@@ -71,6 +72,13 @@ class Source:
         if self.question.recompute is not None:
             return [self.question.recompute]
         return ["budget"] if self.stack_of_equal_layers is None else ["none", "selective", "full"]
+
+    @property
+    def of_step(self) -> Source:
+        """The same for a step whose model returns its loss alone, as the last stage of a pipeline does."""
+        if self.call.loss_fn is not None:
+            return self
+        return replace(self, question=replace(self.question, call=replace(self.call, loss_fn=own_loss)))
 
     def program(self) -> Program:
         """The call under the plan that :func:`shardgraph.search.decide.decide` decides for it."""
