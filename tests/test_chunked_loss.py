@@ -17,6 +17,7 @@ from shardgraph import Pipeline, Plan, PlanError, Precision, preset
 from shardgraph.capture.capture import capture
 from shardgraph.ir import ALL_GATHER, Saved, collectives, outputs
 from shardgraph.ir.attributes import SUBJECT
+from shardgraph.passes.chunking.chunk_loss import chunks_of
 from shardgraph.passes.lowering import build_program, lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.shards import named_shapes
@@ -342,3 +343,11 @@ def test_a_plan_says_the_chunk_and_comes_back_from_its_file():
     assert Plan.from_yaml(plan.to_yaml()) == plan and "chunks of 1.0 MiB" in str(plan)
     with pytest.raises(PlanError, match="loss_chunk is -1"):
         replace(plan, loss_chunk=-1)
+
+
+@pytest.mark.parametrize(
+    ("scores", "chunks"),
+    [(2**26, []), (2**27, [2**26]), (2**32, [2**29, 2**26]), (2**33, [2**29]), (2**36, [2**30])],
+)
+def test_chunks_are_large_ones_first_and_never_very_many(scores, chunks):
+    assert chunks_of(scores) == chunks

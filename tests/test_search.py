@@ -570,6 +570,45 @@ def test_the_loss_of_a_deep_model_is_in_chunks_where_nothing_else_fits():
     assert "loss in chunks" in plan.explain()
 
 
+class Returning(Wordy):
+    """Returns its scores too, so that only a step that needs the loss alone can do without them."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = x + layer(x)
+        scores = self.head(x)
+        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
+
+
+@pytest.mark.parametrize("samples", [1, 4])  # of the call that costs are of; a microbatch has 512 MiB of scores
+def test_the_loss_of_the_last_stage_is_in_chunks_where_nothing_else_fits(samples):
+    with torch.device("meta"):
+        model, x = Returning(), torch.zeros(samples, 2048, 32)
+        labels = torch.zeros(samples, 2048, dtype=torch.long)
+    budget = 500 * 2**20
+    call = {"example_kwargs": {"labels": labels}, "global_batch": 4}
+    plan = shardgraph.plan(model, (x,), **call, cluster=toy_cluster(1, 2, memory=budget), mesh={"pp": 2})
+    assert plan.pipeline is not None and plan.pipeline.parts == 4
+    assert plan.loss_chunk == 64 * 2**20 and plan.considered[0].memory <= budget
+
+
+def test_large_chunks_are_taken_where_they_fit():
+    with torch.device("meta"):
+        model, x, words = Wordy(), torch.zeros(4, 2048, 32), torch.zeros(4, 2048, dtype=torch.long)
+    plan = shardgraph.plan(model, (x, words), cluster=toy_cluster(1, 2, memory=3 * GIB))
+    assert plan.loss_chunk == 512 * 2**20 and plan.considered[0].memory <= 3 * GIB
+
+
+def test_a_loss_whose_scores_are_returned_is_not_priced_in_chunks():
+    with torch.device("meta"):
+        model, x = Returning(), torch.zeros(4, 2048, 32)
+        labels = torch.zeros(4, 2048, dtype=torch.long)
+    given = {"example_kwargs": {"labels": labels}, "cluster": toy_cluster(1, 2, memory=3 * GIB)}
+    with pytest.raises(shardgraph.PlanError, match="no plan fits") as error:
+        shardgraph.plan(model, (x,), **given, mesh={"dp": 2})
+    assert "loss_chunk" not in str(error.value)
+
+
 @pytest.mark.slow
 def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
     model, (args, kwargs) = make("tied-transformer", 1)

@@ -19,6 +19,9 @@ LOSS_CHUNKS = (512 * 2**20, 64 * 2**20)
 vocabulary of 128,000: products of fewer wait for its weight, and for the sum of its gradients. The small one is little
 compared to layers."""
 
+_MOST = 64
+"""Chunks of a loss at most, where their size is open: each is as many operations as the whole."""
+
 
 @dataclass(frozen=True)
 class MarkScores(Pass):
@@ -34,15 +37,22 @@ class MarkScores(Pass):
             SCORES.set(node, number)
 
 
-def chunks_of(gm: fx.GraphModule) -> list[int]:
-    """Those of :data:`LOSS_CHUNKS` that are less than the scores of a cross-entropy in a captured graph which can be
-    computed in chunks."""
+def scores_of(gm: fx.GraphModule) -> int:
+    """Bytes of the largest scores of a captured graph's cross-entropies that can be computed in chunks; 0 if none."""
     scores = 0
     for node in normalizations(gm):
         with suppress(NotByRowsError):
             region = find_region(gm, node)
             scores = max(scores, region.row_bytes * region.rows)
-    return [nbytes for nbytes in LOSS_CHUNKS if nbytes < scores]
+    return scores
+
+
+def chunks_of(scores: float) -> list[int]:
+    """Bytes of chunks to try for scores of so many bytes, the largest first: those of :data:`LOSS_CHUNKS` that are
+    less, or a power of two if these would be too many chunks."""
+    least = max(1, math.ceil(scores / _MOST))
+    few = [nbytes for nbytes in LOSS_CHUNKS if nbytes >= least] or [1 << (least - 1).bit_length()]
+    return [nbytes for nbytes in few if nbytes < scores]
 
 
 @dataclass(frozen=True)

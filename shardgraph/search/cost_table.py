@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardgraph.errors import PlanError
+from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
@@ -47,7 +48,8 @@ class CostTable:
     def of(self, layout: Layout, links: float = 1.0) -> LayerCosts | None:
         """The costs with operators divided, activations recomputed and offloaded as in a layout; None if that cannot
         be. The links that operators use have ``links`` times the bandwidth of the cluster's."""
-        key = self._key(layout), layout.chunked, layout.chunked and layout.stages > 1, links
+        chunks = (layout.chunked, layout.stages > 1, layout.batch) if layout.chunked else None
+        key = self._key(layout), chunks, links
         if key not in self._scaled:
             costs = self._divided(replace(layout, chunked=0))
             if costs is not None and layout.chunked:
@@ -93,14 +95,31 @@ class CostTable:
 
     def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
         """The costs with scores in chunks, which changes those of ranks that divide the model by their share; with
-        stages those of a step that returns its loss alone."""
+        stages those of a step that returns its loss alone. Chunks have one size, whatever the batch."""
         undivided = Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
-        table = self._of_step if layout.stages > 1 else self
-        whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=layout.chunked))
+        table, scores = self._of_step if layout.stages > 1 else self, self.scores(layout)
+        known = [nbytes for nbytes in chunks_of(scores) if nbytes <= layout.chunked][:1]
+        whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=sum(known)))
         if whole is None or chunked is None:
             return None
         tail = costs.tail.plus(chunked.tail, 1 / layout.degree).plus(whole.tail, -1 / layout.degree).positive
-        return replace(costs, tail=tail, working=costs.working + (chunked.working - whole.working) / layout.degree)
+        freed = (whole.working - chunked.working) / layout.degree
+        if known:
+            of_batch = layout.chunked * costs.batch / layout.batch
+            freed *= max(0.0, scores - of_batch) / (scores - known[0])
+        return replace(costs, tail=tail, working=costs.working - freed)
+
+    def scores(self, layout: Layout) -> int:
+        """Bytes of scores of the call's loss that can be computed in chunks under a layout."""
+        return self._of_step._scores if layout.stages > 1 else self._scores
+
+    @cached_property
+    def _scores(self) -> int:
+        depths, plan = self.source.depths, self.source.question.with_options(Layout().plan())
+        if depths is None:
+            return 0
+        few = self.source.at(depths, PLACED, plan)
+        return scores_of(few.captures.joint(few.call, plan).module)
 
     @cached_property
     def _of_step(self) -> CostTable:

@@ -16,7 +16,6 @@ from shardgraph.passes.chunking.chunk_loss import chunks_of
 from shardgraph.report.folding import unlike
 from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import CostTable
-from shardgraph.search.depths import PLACED
 from shardgraph.search.estimate import Estimate, estimate
 from shardgraph.search.exact import FEW
 from shardgraph.search.layer_costs import LayerCosts
@@ -259,28 +258,13 @@ class Estimates:
         return found
 
     def _in_less(self, layout: Layout) -> Layout | None:
-        """The layout with its loss in the largest chunks that are smaller than now."""
-        chunks = self._chunks_of_stages if layout.stages > 1 else self._chunks
-        smaller = (nbytes for nbytes in chunks if not layout.chunked or nbytes < layout.chunked)
-        nbytes = next(smaller, 0)
-        return replace(layout, chunked=nbytes) if nbytes else None
-
-    @cached_property
-    def _chunks(self) -> list[int]:
-        """Bytes of chunks in which a loss over large scores may be computed, of a deep model, if that is open; of others
-        it is chosen with the recomputation."""
-        return self._chunks_in(self._source)
-
-    @cached_property
-    def _chunks_of_stages(self) -> list[int]:
-        return self._chunks_in(self._source.of_step)
-
-    def _chunks_in(self, source: Source) -> list[int]:
-        plan = self._question.with_options(Layout().plan())
-        if source.depths is None or plan.loss_chunk is not None:
-            return []
-        few = source.at(source.depths, PLACED, plan)
-        return chunks_of(few.captures.joint(few.call, plan).module)
+        """The layout with its loss in the largest chunks that are smaller than now, of a deep model, if that is open; of
+        others it is chosen with the recomputation."""
+        if self._stack is None or self._question.with_options(Layout().plan()).loss_chunk is not None:
+            return None
+        scores = self._costs.scores(layout) * layout.batch / self._source.call.batch
+        smaller = [nbytes for nbytes in chunks_of(scores) if not layout.chunked or nbytes < layout.chunked]
+        return replace(layout, chunked=smaller[0]) if smaller else None
 
     def _best_of(self, estimated: Sequence[Estimated]) -> float:
         """The least seconds per sample of what fits."""

@@ -23,7 +23,7 @@ from shardgraph.passes.analysis.liveness import MemoryProfile
 from shardgraph.passes.analysis.names import names_of
 from shardgraph.passes.analysis.rows import Prices
 from shardgraph.passes.base import run_passes
-from shardgraph.passes.chunking.chunk_loss import chunks_of
+from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
 from shardgraph.passes.lowering import WHOLE_PASSES, lower
 from shardgraph.passes.placing import place, place_operators
 from shardgraph.passes.program import Program
@@ -252,7 +252,7 @@ def nearest_to(budget: int, whole: Recomputations) -> tuple[Recomputations, Choi
     if plan.recompute != "budget" or plan.loss_chunk is not None or (fits and not choice.seconds):
         return whole, choice
     best = whole, choice
-    for nbytes in chunks_of(whole.joint.module):
+    for nbytes in chunks_of(scores_of(whole.joint.module)):
         chunked = replace(whole, plan=replace(plan, loss_chunk=nbytes))
         other = chunked.nearest(budget)
         if chunked.peak(other) <= budget:  # smaller chunks take longer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from shardgraph.passes.chunking.chunk_loss import chunks_of
+from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
 from shardgraph.plans.offload_plan import NOTHING, Offload
 from shardgraph.plans.plan import Plan
 from shardgraph.sizes import format_bytes, format_seconds
@@ -34,7 +34,7 @@ def options_left(plan: Plan, gm: fx.GraphModule | None = None) -> Iterator[tuple
 
     With ``gm``, the captured graph, chunks of its loss are among them if it has large scores.
     """
-    for nbytes in chunks_of(gm) if gm is not None and plan.loss_chunk is None else ():
+    for nbytes in chunks_of(scores_of(gm)) if gm is not None and plan.loss_chunk is None else ():
         yield f"loss_chunk='{nbytes >> 20}MiB'", replace(plan, loss_chunk=nbytes)
     if plan.offload == NOTHING and plan.pipeline is None:
         for name in OFFLOADS:
