@@ -258,8 +258,8 @@ class Estimates:
         return found
 
     def _in_less(self, layout: Layout) -> Layout | None:
-        """The layout with its loss in the largest chunks that are smaller than now, of a deep model, if that is open; of
-        others it is chosen with the recomputation."""
+        """The layout with its loss in the largest chunks that are smaller than now, of a deep model, if that is open;
+        of others it is chosen with the recomputation."""
         if self._stack is None or self._question.with_options(Layout().plan()).loss_chunk is not None:
             return None
         scores = self._costs.scores(layout) * layout.batch / self._source.call.batch
