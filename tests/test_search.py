@@ -592,6 +592,19 @@ def test_the_loss_of_the_last_stage_is_in_chunks_where_nothing_else_fits(samples
     assert plan.loss_chunk == 64 * 2**20 and plan.considered[0].memory <= budget
 
 
+def test_stages_of_a_model_without_a_loss_are_left_out_where_memory_is_short():
+    class NoLoss(Returning):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(x, labels)["scores"]
+
+    with torch.device("meta"):
+        model, x = NoLoss(), torch.zeros(4, 2048, 32)
+        labels = torch.zeros(4, 2048, dtype=torch.long)
+    given = {"example_kwargs": {"labels": labels}, "cluster": toy_cluster(1, 2, memory=GIB // 4)}
+    with pytest.raises(shardgraph.PlanError, match="no plan fits"):
+        shardgraph.plan(model, (x,), **given, global_batch=8)
+
+
 def test_large_chunks_are_taken_where_they_fit():
     with torch.device("meta"):
         model, x, words = Wordy(), torch.zeros(4, 2048, 32), torch.zeros(4, 2048, dtype=torch.long)

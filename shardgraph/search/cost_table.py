@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardgraph.errors import PlanError
+from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
@@ -98,16 +98,16 @@ class CostTable:
         stages those of a step that returns its loss alone. Chunks have one size, whatever the batch."""
         undivided = Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
         table, scores = self._of_step if layout.stages > 1 else self, self.scores(layout)
-        known = [nbytes for nbytes in chunks_of(scores) if nbytes <= layout.chunked][:1]
-        whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=sum(known)))
+        measured = next((nbytes for nbytes in chunks_of(scores) if nbytes <= layout.chunked), 0)
+        whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=measured))
         if whole is None or chunked is None:
             return None
         tail = costs.tail.plus(chunked.tail, 1 / layout.degree).plus(whole.tail, -1 / layout.degree).positive
         freed = (whole.working - chunked.working) / layout.degree
-        if known:
+        if measured:
             of_batch = layout.chunked * costs.batch / layout.batch
-            freed *= max(0.0, scores - of_batch) / (scores - known[0])
-        return replace(costs, tail=tail, working=costs.working - freed)
+            freed *= max(0.0, scores - of_batch) / (scores - measured)
+        return replace(costs, tail=tail, working=max(0.0, costs.working - freed))
 
     def scores(self, layout: Layout) -> int:
         """Bytes of scores of the call's loss that can be computed in chunks under a layout."""
@@ -119,7 +119,10 @@ class CostTable:
         if depths is None:
             return 0
         few = self.source.at(depths, PLACED, plan)
-        return scores_of(few.captures.joint(few.call, plan).module)
+        try:
+            return scores_of(few.captures.joint(few.call, plan).module)
+        except ShardGraphError:  # the model has no loss, say
+            return 0
 
     @cached_property
     def _of_step(self) -> CostTable:
