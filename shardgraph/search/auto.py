@@ -251,7 +251,9 @@ class Finals:
 
     def price_smallest(self, estimated: Sequence[Estimated]) -> None:
         """Price what is estimated to take least memory, also if all its layers have to be analysed for that."""
-        for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory)[:_SMALLEST]:
+        smallest = (layout for layout, _ in sorted(estimated, key=lambda pair: pair[1].memory))
+        possible = (layout for layout in smallest if layout.stages == 1 or not self._why_no_stages)
+        for layout in itertools.islice(possible, _SMALLEST):
             self._price(layout, whole=True)
 
     def price_all(self, layouts: Iterable[Layout]) -> None:
