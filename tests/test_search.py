@@ -580,6 +580,7 @@ class Returning(Wordy):
         return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("samples", [1, 4])  # of the call that costs are of; a microbatch has 512 MiB of scores
 def test_the_loss_of_the_last_stage_is_in_chunks_where_nothing_else_fits(samples):
     with torch.device("meta"):
@@ -592,6 +593,7 @@ def test_the_loss_of_the_last_stage_is_in_chunks_where_nothing_else_fits(samples
     assert plan.loss_chunk == 64 * 2**20 and plan.considered[0].memory <= budget
 
 
+@pytest.mark.slow
 def test_stages_of_a_model_without_a_loss_are_left_out_where_memory_is_short():
     class NoLoss(Returning):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -612,6 +614,7 @@ def test_large_chunks_are_taken_where_they_fit():
     assert plan.loss_chunk == 512 * 2**20 and plan.considered[0].memory <= 3 * GIB
 
 
+@pytest.mark.slow
 def test_a_loss_whose_scores_are_returned_is_not_priced_in_chunks():
     with torch.device("meta"):
         model, x = Returning(), torch.zeros(4, 2048, 32)
