@@ -165,7 +165,7 @@ class InOtherOrder(Keeping):
 
     def forward(self, x: torch.Tensor) -> Any:
         x, states = super().forward(x)
-        states.seen.insert(0, states.seen.pop(5))
+        states.seen.insert(0, states.seen.pop(1))
         return x, states
 
 

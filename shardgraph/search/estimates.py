@@ -249,7 +249,7 @@ class Estimates:
         chunks where large ones do not fit."""
         large = [pair for pair in estimated if pair[1].memory > self._budget]
         found: list[Estimated] = []
-        while large:
+        while large and self._may_be_in_chunks:
             best = _WORTHWHILE * self._best_of([*estimated, *found])
             faster = (self._in_less(pair[0]) for pair in large if per_sample(pair) < best)
             chunked = list(self._guesses(filter(None, faster), machine))
@@ -258,13 +258,15 @@ class Estimates:
         return found
 
     def _in_less(self, layout: Layout) -> Layout | None:
-        """The layout with its loss in the largest chunks that are smaller than now, of a deep model, if that is open;
-        of others it is chosen with the recomputation."""
-        if self._stack is None or self._question.with_options(Layout().plan()).loss_chunk is not None:
-            return None
+        """The layout with its loss in the largest chunks that are smaller than now."""
         scores = self._costs.scores(layout) * layout.batch / self._source.call.batch
         smaller = [nbytes for nbytes in chunks_of(scores) if not layout.chunked or nbytes < layout.chunked]
         return replace(layout, chunked=smaller[0]) if smaller else None
+
+    @cached_property
+    def _may_be_in_chunks(self) -> bool:
+        """Whether chunks of the loss of a deep model are open; of others they are chosen with the recomputation."""
+        return self._stack is not None and self._question.with_options(Layout().plan()).loss_chunk is None
 
     def _best_of(self, estimated: Sequence[Estimated]) -> float:
         """The least seconds per sample of what fits."""

@@ -256,7 +256,8 @@ def nearest_to(budget: int, whole: Recomputations) -> tuple[Recomputations, Choi
         chunked = replace(whole, plan=replace(plan, loss_chunk=nbytes))
         other = chunked.nearest(budget)
         if chunked.peak(other) <= budget:  # smaller chunks take longer
-            return (chunked, other) if not fits or chunked.seconds(other) < whole.seconds(choice) else best
+            better = not fits or chunked.seconds(other) < whole.seconds(choice)
+            return (chunked, other) if better else best
         if not fits and chunked.peak(other) < best[0].peak(best[1]):
             best = chunked, other
     return best
