@@ -198,6 +198,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monk
     assert "without torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_command_measures_the_ranks_of_the_run_and_one_writes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "nodes.yaml"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

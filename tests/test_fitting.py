@@ -78,7 +78,7 @@ def test_what_is_live_at_the_peak_is_told_by_name():
 
 
 def test_what_equal_layers_save_is_told_together():
-    source = source_of(llama(12), kwargs=text(16))
+    source = source_of(llama(4), kwargs=text(16))
     plan = shardgraph.preset("ddp", {"dp": 2})
     smallest = price(source, plan, GIB)
     where, saved = advice(source, smallest, GIB).splitlines()[1:3]

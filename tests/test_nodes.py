@@ -179,6 +179,7 @@ def test_the_table_of_a_calibration_has_the_network_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_run_measure_their_nodes_and_the_network_together(tmp_path: Path) -> None:
     by_rank = on_ranks(two_nodes.calibrated, 2, args=(str(tmp_path),))
     assert by_rank[0] == by_rank[1]

@@ -381,15 +381,22 @@ def test_every_mesh_that_was_not_priced_has_a_bound():
     assert Plan.from_yaml(found.to_yaml()).bounds == found.bounds
 
 
-def test_a_mesh_that_is_given_is_searched():
-    """Of all that is searched without it, only other meshes are left out."""
+def of_deep() -> dict[str, Any]:
     with torch.device("meta"):
         model, x = Deep(8), torch.zeros(1024, 32)
-    call = {"model": model, "example_inputs": (x,), "cluster": toy_cluster(1, 4), "global_batch": 4096}
-    for mesh in ({"dp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}):
-        found = shardgraph.plan(**call, mesh=mesh)
-        assert found.whole_mesh == tuple(mesh.items()) and found.batch.samples == 4096
-        assert {each.mesh for each in found.considered} == {found.whole_mesh}
+    return {"model": model, "example_inputs": (x,), "cluster": toy_cluster(1, 4), "global_batch": 4096}
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_a_mesh_that_is_given_is_searched(mesh):
+    found = shardgraph.plan(**of_deep(), mesh=mesh)
+    assert found.whole_mesh == tuple(mesh.items()) and found.batch.samples == 4096
+    assert {each.mesh for each in found.considered} == {found.whole_mesh}
+
+
+@pytest.mark.slow
+def test_of_what_is_searched_without_a_mesh_only_others_are_left_out():
+    call = of_deep()
     free = shardgraph.plan(**call)
     pinned = shardgraph.plan(**call, mesh=dict(free.whole_mesh))
     assert pinned.considered[0].seconds == pytest.approx(free.considered[0].seconds)
