@@ -23,6 +23,7 @@ from tests import ranks
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.test_analysis import llama, text
+from tests.test_operator_sharding import wide_llama
 from tests.zoo import Loss, make, shorter
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -243,6 +244,16 @@ def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
 def test_five_steps_on_real_processes_equal_the_unsharded_model():
     for worst in on_ranks(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
         assert worst < 1e-5
+
+
+def test_long_sequences_are_divided_among_ranks_that_divide_operators_too():
+    with torch.device("meta"):
+        model, call = wide_llama(), text(1, 131072)
+    flops = {
+        cp: shardgraph.analyze(model, plan="cp+tp", example_kwargs=call, mesh={"cp": cp, "tp": 8}, cluster="H100").flops
+        for cp in (2, 4)
+    }
+    assert flops[4] < 0.51 * flops[2]
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import Replicate, Shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError, ir, torch_api
@@ -267,6 +268,24 @@ def test_the_memory_of_matrices_falls_by_the_degree(degree):
     matrices = [fqn for fqn, shape in whole.shapes.items() if len(shape) > 1]
     local = sum(torch.Size(split.parameters[f].local_shape(split.shapes[f], split.plan.mesh)).numel() for f in matrices)
     assert local == sum(whole.shapes[f].numel() for f in matrices) // degree
+
+
+@pytest.mark.quick("32768-tp")
+@pytest.mark.parametrize("style", ["tp", "tp+sp"])
+@pytest.mark.parametrize("tokens", [2048, 32768, 131072])
+def test_matrices_are_cut_however_long_sequences_are(tokens, style):
+    """Nor does a rank multiply its part of a sequence by whole matrices, in stripes or otherwise."""
+    with torch.device("meta"):
+        model = wide_llama()
+    split = build_program(model, resolve_plan(style, (("tp", 8),)), (), text(1, tokens)).parameters
+    assert {entry.placements[0] for fqn, entry in split.items() if "norm" not in fqn} == {"split(0)", "split(1)"}
+
+
+def wide_llama() -> LlamaForCausalLM:
+    """One layer of Llama 3 8B."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).bfloat16()
 
 
 def test_what_has_no_rule_is_said():

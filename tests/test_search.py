@@ -254,7 +254,7 @@ def test_the_costs_of_a_few_units_are_those_of_all_layers(name):
     assert costs.head.forward == pytest.approx(sum(row.seconds for row in rows[:first]))
 
 
-@pytest.mark.quick("other*")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_models_of_several_kinds_of_layers_are_planned_from_a_few_of_them(name, monkeypatch):
     programs, lower = [], analysis.unfolded
@@ -264,7 +264,7 @@ def test_models_of_several_kinds_of_layers_are_planned_from_a_few_of_them(name, 
         return lower(source)
 
     monkeypatch.setattr(analysis, "unfolded", unfolded)
-    call = of_kinds(KINDS[name][:3] + 8 * KINDS[name][3:5])
+    call = of_kinds(KINDS[name][:3] + 22 * KINDS[name][3:5])
     found = shardgraph.plan(**call, cluster="H100", devices=64)
     assert programs and max(programs) < len(call["model"].layers)
     whole = shardgraph.analyze(**call, plan=found, cluster=Cluster.of("H100", nodes=8), fold=False)

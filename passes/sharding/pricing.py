@@ -5,7 +5,9 @@ as for a large one of the same architecture. So placements are chosen for :data:
 and a model smaller than those typically trained is priced as if it were of that size. All tensor sizes are scaled
 alike, bytes by a factor and FLOPs by its power 3/2 (as for a product of square matrices), until the result of the
 median product has :data:`TRAINED` bytes. At smaller sizes, latencies and launches dominate, and nothing would be
-sharded.
+sharded. Nor do placements depend on how many tokens a step has: one of a larger result is priced as several steps of
+that size, each of which reduces gradients and updates parameters. Else long sequences would have whole parameters on
+all ranks, since their time, unlike their memory, is then next to nothing beside that of activations.
 
 An axis's style (:class:`shardgraph.plans.plan.Plan`) is part of the price. With ``"whole"``, activations between
 sharded products are replicated, so the time of operations between products must not be a reason to shard them: it is
@@ -62,7 +64,8 @@ class PlacementPrices:
         self.prices = Prices(Cluster.of(CLUSTER, nodes=nodes), (("ranks", parts),))
         products = [results(node) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
         sizes = [max(v.nbytes for v in values if isinstance(v, torch.Tensor)) for values in products]
-        self.scale = max(1.0, TRAINED / statistics.median(sizes)) if sizes else 1.0
+        typical = TRAINED / statistics.median(sizes) if sizes else 1.0
+        self.scale, self.steps = max(1.0, typical), max(1.0, 1 / typical)
         self.returned = _returned_views(costs)
 
     def move(self, before: Placement, after: Placement, value: torch.Tensor) -> float:
@@ -106,7 +109,7 @@ class PlacementPrices:
             return 0.0
         value = node.meta["val"]
         moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(option.results[0]) else 1)
-        return self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
+        return self.steps * self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
 
     def collective(self, operation: str, read: float, written: float) -> float:
         """Seconds of one collective over the ranks, from a rank's input and output bytes at training size."""

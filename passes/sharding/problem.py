@@ -43,15 +43,16 @@ class OperatorPlacements(Placements):
         self, gm: fx.GraphModule, parts: int, style: str, constraints: Constraints, refused: Refused, rings: bool = True
     ) -> None:
         self._marks, self._sequence = constraints.marks, style != "whole"
-        self._weights = _weights(gm)
+        self._weights, self._gradients = _weights(gm), _gradients(gm)
         self._marked = {value_of(mark.args[0]) for mark in constraints.marks}
         self._prices = PlacementPrices(node_costs(gm, fused=False), parts, self._sequence)
+        self._steps = 1.0 if style == "context" else self._prices.steps  # the context's parameters are always whole
         starts = stripes(gm, parts) if style == "context" else {}
         activations = constraints.cut_activations()
         required = constraints.cut_parameters(gm) | activations
         legal = Legal(gm, parts, starts | {v: {cut, *starts.get(v, ())} for v, cut in required.items()}, refused)
         sequences = connected(legal, starts) if starts else {}
-        barred = {} if starts else _barred(legal, _unsharded_dimensions(gm, self._sequence), activations)
+        barred = {} if starts else _barred(legal, _unsharded_dimensions(gm, parts, self._sequence), activations)
 
         def possible(node: fx.Node, option: Option) -> bool:
             return (rings or option.lowering not in RINGS) and all(
@@ -86,7 +87,8 @@ class OperatorPlacements(Placements):
         scattered = before == PARTIAL and is_cut(after) and node not in self._weights
         if scattered and not self._sequence and value not in self._marked:
             return math.inf
-        return self._prices.move(before, after, results(node)[index])
+        steps = self._steps if node in self._gradients else 1.0
+        return steps * self._prices.move(before, after, results(node)[index])
 
     def ends(self) -> Iterator[tuple[Value, Placement | fx.Node]]:
         """Gradients of parameters end as their parameters, all else replicated."""
@@ -120,13 +122,16 @@ def _barred(
     return barred
 
 
-def _unsharded_dimensions(gm: fx.GraphModule, sequence: bool) -> dict[Value, list[Placement]]:
-    """Input shardings that no operation may follow: along the batch, and along the sequence unless ``sequence``."""
+def _unsharded_dimensions(gm: fx.GraphModule, parts: int, sequence: bool) -> dict[Value, list[Placement]]:
+    """Input shardings that no operation may follow: along the batch, along the sequence unless ``sequence``, and in
+    stripes of the sequence, in which products would have whole weights: that is the context's."""
     inputs = [node for role, node in placeholders(gm).items() if isinstance(role, Input)]
     tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
     cuts: dict[Value, list[Placement]] = {(node, 0): [blocks(0, 1)] for node in tensors if node.meta["val"].dim()}
-    for value, dim in () if sequence else input_sequences(gm).items():
-        cuts[value].append(blocks(dim, 1))
+    for (node, index), dim in input_sequences(gm).items():
+        length = results(node)[index].shape[dim]
+        cuts[node, index] += [] if sequence else [blocks(dim, 1)]
+        cuts[node, index] += [blocks(dim, length // parts)] if length % parts == 0 < length else []
     return cuts
 
 
@@ -138,3 +143,14 @@ def _weights(gm: fx.GraphModule) -> set[fx.Node]:
         if matrix or (moves_data(node) and weights.issuperset(node.all_input_nodes)):
             weights.add(node)
     return weights
+
+
+def _gradients(gm: fx.GraphModule) -> set[fx.Node]:
+    """Gradients of parameters of at least two dimensions, and what they are views and casts of."""
+    gradients: set[fx.Node] = set()
+    for role, value in outputs(gm):
+        of_parameter = isinstance(role, Gradient) and isinstance(role.of, Parameter)
+        while of_parameter and isinstance(value, fx.Node) and value.meta["val"].dim() > 1:
+            gradients.add(value)
+            value = value.all_input_nodes[0] if moves_data(value) else None
+    return gradients

@@ -145,7 +145,7 @@ class Estimates:
         if self._pipelines and self._blocks[0] > 1:
             yield (
                 "not searched with stages: layers of which some are recomputed or kept gathered, "
-                "axes over several nodes, and operators divided with whole activations between them, since pipelines "
+                "operators divided over several nodes, or with whole activations between them, since pipelines "
                 "take longest to price: ask for them in the plan"
             )
         if len(self._axes) > 2:

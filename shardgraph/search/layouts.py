@@ -174,16 +174,17 @@ def layouts(
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
     The model is divided along ``axes`` (``"tp"``, ``"cp"``, ``"ep"``) among a power of two of ranks: along one of them,
-    or, where that is all of a node, along two together. Without stages it may also be several nodes: along one axis, or
-    along operators inside each node and another axis beyond. Parameters are sharded over all data ranks, or over those
-    of a node, or of a few nodes, and replicated over the others.
+    or, where that is all of a node, along two together. It may also be several nodes: along one axis, or along
+    operators inside each node and another axis beyond; with stages, which send less over the network, operators stay
+    inside. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and replicated over
+    the others.
     """
     inside = min(cluster.closest, ranks)
     for stages in _divisors(ranks) if pipelines else [1]:
         if stages > max(1, layers):
             continue
         for degree in _powers(ranks // stages):
-            if degree > inside and (degree % inside or stages > 1):
+            if degree > inside and degree % inside:
                 continue
             for staged in _staged(stages, layers):
                 for base in _divided(staged, degree, inside, axes):
@@ -209,7 +210,10 @@ def layouts_on(mesh: Mesh, layers: int, *, pipelines: bool) -> Iterator[Layout]:
 
 def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> Iterator[Layout]:
     """The model divided along each axis; and where that fills a node, or several, also along two together."""
-    yield from (staged.along(axis, degree) for axis in (axes if degree > 1 else axes[:1]))
+    alone = axes if degree > 1 else axes[:1]
+    if degree > inside and staged.stages > 1:
+        alone = [axis for axis in axes if axis != "tp"]
+    yield from (staged.along(axis, degree) for axis in alone)
     pairs = [(outer, inner) for outer, inner in TOGETHER if {outer, inner} <= set(axes)]
     for outer, inner in pairs if degree == inside else ():
         yield from (staged.along(outer, degree // ranks).along(inner, ranks) for ranks in _powers(degree)[1:-1])
