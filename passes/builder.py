@@ -72,6 +72,8 @@ class Builder:
         order = sorted(range(like.dim()), key=like.stride, reverse=True)
         if order == sorted(range(value.dim()), key=value.stride, reverse=True):
             return tensor
+        if order == [*range(value.dim())]:
+            return self.contiguous(tensor)
         dense = self.contiguous(self.call(aten.permute.default, tensor, order))
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(value.dim())])
 

@@ -20,6 +20,7 @@ from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.sharding.activations import call_of
 from shardgraph.passes.sharding.shard_operators import ShardOperators, record_text
+from shardgraph.passes.sharding.share_heads import ShareHeads, repeats_heads
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations.kinds import recompute, save, stage
 from shardgraph.plans.parameter_plan import ParameterPlan, in_patterns
@@ -52,7 +53,7 @@ def placed(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> t
     """As :func:`place`, with the graph that others are copied from, which must not be changed."""
     context = Context.of(plan, shapes, joint.fake_mode, joint.stored, joint.values)
     context.notes.extend(f"both ways are computed, one of which is chosen at random: {at}" for at in joint.choices)
-    passes = placing_passes(plan)
+    passes = placing_passes(plan, repeated_heads=repeats_heads(joint.module))
     if not passes:
         return joint.module, context
     key = placement_key(plan, context.parameters)
@@ -87,19 +88,21 @@ def placement_key(plan: Plan, entries: Mapping[str, ParameterPlan]) -> tuple[Any
     return plan.operators, plan.experts, sizes, stored, annotations, plan.activations, plan.loss_chunk
 
 
-def placing_passes(plan: Plan) -> list[Pass]:
-    """The passes that shard the computation, and thereby the parameters that it uses in parts.
+def placing_passes(plan: Plan, *, repeated_heads: bool) -> list[Pass]:
+    """The passes that shard the computation, and thereby the parameters that it uses in parts; and one for attention
+    with ``repeated_heads`` of keys and values, if the graph has such.
 
     Experts are divided first, as their axis is outside of those of operators: a parameter that both split along the
     same dimension is split as DTensor splits it, by the outer axis and then by the inner one. Exchanges of tokens are
     to operators what any collective of another axis is. Context parallelism (the sequence) runs last, so that it sees
-    what is left of each operation.
+    what is left of each operation, and its rings no heads of keys and values that are repeated.
     """
-    axes = sorted(plan.operators, key=lambda operators: operators[1] == "context")
-    operators: list[Pass] = [ShardOperators(axis, style) for axis, style in axes]
+    every = [ShardOperators(axis, style) for axis, style in plan.operators]
+    operators, context = ([each for each in every if (each.style == "context") is last] for last in (False, True))
     experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
     loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
-    return [*loss, *experts, *operators]
+    heads: list[Pass] = [ShareHeads()] if repeated_heads else []
+    return [*loss, *experts, *operators, *heads, *context]
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

@@ -61,6 +61,7 @@ WITH = {
     "drop-zero-tangents": "ddp-2-logits",
     "remove-constraints": "fsdp-2-constrained",
     "merge-collectives": "hsdp-2x2-buckets",
+    "share-heads": "ddp-2-heads",
 }
 """A case in which each pass has mutants."""
 WITHOUT = {
@@ -111,7 +112,8 @@ class Case:
         offload = {"offload": Offload.of(options["offload"])} if "offload" in options else {}
         chunk = {"loss_chunk": options["loss_chunk"]} if "loss_chunk" in options else {}
         plan = replace(preset(self.plan, self.mesh, self.pipeline), **offload, **chunk)
-        return [each.name for each in [*placing_passes(plan), *chain(*passes_of(plan).values())]]
+        placing = placing_passes(plan, repeated_heads=self.model == "grouped-heads")
+        return [each.name for each in [*placing, *chain(*passes_of(plan).values())]]
 
     @property
     def id(self) -> str:
@@ -151,6 +153,7 @@ CASES = [
     _case("logits", "ddp", "logits", rows=8, dp=2),
     _case("constrained", "fsdp", "constrained", dp=2),
     _case("attention", "cp", "ring", rows=2, cp=3),
+    _case("grouped-heads", "ddp", "heads", rows=4, dp=2),
 ]  # fmt: skip
 
 
@@ -212,7 +215,24 @@ def _attended(x: torch.Tensor, **options: Any) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads, **options).transpose(1, 2).flatten(2)
 
 
+class GroupedHeads(nn.Module):
+    """Causal attention whose four heads of queries share two of keys and values, which it repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values, self.out = (nn.Linear(8, width, bias=False) for width in (8, 4, 4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.queries, self.keys, self.values)
+        )
+        key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+        return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
+
+
 def _made(case: Case) -> Any:
+    if case.model == "grouped-heads":
+        return GroupedHeads(), ((torch.randn(case.rows, 6, 8),), {})
     if case.model == "attention":
         return Attention(), ((torch.randn(case.rows, 12, 8),), {})
     if case.model == "next-token":

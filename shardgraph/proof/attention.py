@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shardgraph.ir import fused
+from shardgraph.proof.aligned import placed
 from shardgraph.proof.definitions import HasTerms, summed
 from shardgraph.proof.held import Held, UntypedError
 from shardgraph.proof.labels import Label, Rule, apply, linear
-from shardgraph.proof.moves import expand, unsqueeze, view
+from shardgraph.proof.moves import expand, squeeze, unsqueeze, view
 
 
 def attention(
@@ -41,8 +42,8 @@ def attention_backward(
     positions: Label,
 ) -> list[Held]:
     """The gradients of queries, keys and values: those of keys and values are sums over queries."""
-    heads = key.shape[1]
-    key, value = (_with_all_heads(each, query) for each in (key, value))
+    given = key, value
+    key, value = (_with_all_heads(each, query) for each in given)
     operands, tensors = _operands(query, key, value, mask, positions)
     rows: list[Label] = ["b", "h", positions, None]
     operands = [rows, *operands[:3], rows, rows[:3], *operands[3:]]
@@ -52,7 +53,7 @@ def attention_backward(
     reduced = {} if positions is None else {str(positions): "sum"}
     rule = Rule(operands, results, reduced, linear(0))
     of_query, *of_pair = apply(typing.terms, fused.ATTENTION_BACKWARD, tensors, [causal, scale], rule)
-    return [of_query, *(_over_heads(typing, each, heads) for each in of_pair)]
+    return [of_query, *(_over_heads(typing, each, like) for each, like in zip(of_pair, given, strict=True))]
 
 
 def _with_all_heads(held: Held, query: Held) -> Held:
@@ -66,11 +67,15 @@ def _with_all_heads(held: Held, query: Held) -> Held:
     return view(expand(unsqueeze(held, 2), [batch, heads, times, *rest]), [batch, heads * times, *rest])
 
 
-def _over_heads(typing: HasTerms, gradient: Held, heads: int) -> Held:
-    batch, times, *rest = gradient.shape
-    if times == heads:
+def _over_heads(typing: HasTerms, gradient: Held, given: Held) -> Held:
+    """The gradient of keys or values as they are ``given``: ranks that have parts of these have them of the sums."""
+    (batch, every, *rest), heads = gradient.shape, given.shape[1]
+    if every == heads:
         return gradient
-    return summed(typing, view(gradient, [batch, heads, times // heads, *rest]), 2)
+    apart = view(gradient, [batch, heads, every // heads, *rest])
+    for axis in {atom.axis for atom in given.dims[1]} & apart.marks.keys():
+        apart = placed(apart, axis, 1)
+    return squeeze(summed(typing, apart, 2, keep=True), 2)  # as a gradient of repeated heads is summed
 
 
 def _operands(

@@ -110,7 +110,7 @@ class _Repeated(_Kept):
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
         joint = super().joint(call, plan)
-        if self._few == PLACED and placing_passes(plan) and _is_repeated(joint):
+        if self._few == PLACED and placing_passes(plan, repeated_heads=False) and _is_repeated(joint):
             self._take_placements(self._with_few(call, plan), joint, plan)
         return joint
 
