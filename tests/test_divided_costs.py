@@ -49,11 +49,33 @@ def test_a_ring_waits_only_for_what_attention_does_not_hide(factor, seconds):
 
 
 def test_two_axes_divide_the_work_of_each_other_and_what_they_send():
-    found = both(costs(LAYER), divided(2, sent=1.0), 2, divided(4, sent=2.0, parameters=1 / 4), 4)
+    found = both(costs(LAYER), "ep", divided(2, sent=1.0), 2, divided(4, sent=2.0, parameters=1 / 4), 4)
     assert found.layer.forward == pytest.approx(8.0 / 8 + (1.0 / 4 + 2.0 / 2) / 2)
     assert found.layer.sent == pytest.approx(1.0 / 4 + 2.0 / 2)
     assert found.layer.saved == pytest.approx(800.0 / 8) and found.layer.parameters == pytest.approx(20.0)
     assert found.layer.tensors == 4.0 and found.working == pytest.approx(64.0 / 8)
+
+
+@pytest.mark.parametrize(("axis", "sent"), [("cp", 1.0 / 4), ("ep", 1.0)])
+def test_a_ring_sends_the_heads_that_a_rank_has_though_it_saves_all(axis, sent):
+    """What else is sent is as much as what is saved."""
+    inner = divided(4, sent=0.0)
+    inner = replace(inner, layer=inner.layer._replace(saved=LAYER.saved))
+    found = both(costs(LAYER), axis, divided(2, sent=1.0), 2, inner, 4)
+    assert found.layer.forward == pytest.approx(8.0 / 8 + sent / 2)
+
+
+def test_what_neither_of_two_axes_divides_stays_whole():
+    def whole(ranks: int) -> LayerCosts:
+        return replace(divided(ranks, sent=0.0), working=32.0 + 32.0 / ranks)
+
+    assert both(costs(LAYER), "cp", whole(2), 2, whole(4), 4).working == pytest.approx(32.0 + 32.0 / 8)
+
+
+def test_what_attention_hides_of_a_ring_is_not_saved_by_faster_links():
+    hidden = divided(8, sent=0.0).layer._replace(sent=1.0)
+    found = among_more(costs(LAYER), replace(divided(8, sent=0.0), layer=hidden), "cp", 8, 16, 1.0).layer
+    assert found.with_links_faster(2).forward == pytest.approx(found.forward)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "ep"])

@@ -303,6 +303,7 @@ def test_layers_that_save_in_host_memory_are_far_from_each_other():
 def test_more_memory_is_worth_what_a_search_with_it_finds():
     """Of the layers, fewer are recomputed then, not as many as without it."""
     cluster = Cluster.of("H100")
+    cluster = replace(cluster, device=replace(cluster.device, host=None))  # to which activations could be offloaded
     source = source_of(8, cluster, llama(12).to(torch.bfloat16), kwargs=text(8)).of_few_layers
     alone, batches = partial(Estimates, source, pipelines=False, own_batches=True), Batches(source.call.batch)
 

@@ -75,10 +75,11 @@ class CostTable:
     def _along_two(self, layout: Layout) -> LayerCosts | None:
         (outer, ranks), (inner, inner_ranks) = layout.dividing
         one = self._priced(layout.along(outer, 1).along(inner, 1))
-        first, second = self._along(layout, outer), self._along(layout, inner)
+        # Operators beside sequences have whole activations between them.
+        first, second = self._along(layout, outer), self._along(replace(layout, whole_activations=outer == "cp"), inner)
         if one is None or first is None or second is None:
             return None
-        return both(one, first, ranks, second, inner_ranks)
+        return both(one, outer, first, ranks, second, inner_ranks)
 
     def _along(self, layout: Layout, axis: str) -> LayerCosts | None:
         """The costs of a layout's division along one of its axes alone, with the ranks of that axis where they are."""
@@ -134,7 +135,7 @@ class CostTable:
         if key not in self._known:
             alone = Layout(
                 tp=layout.tp, cp=layout.cp, ep=layout.ep, data="ddp", recompute=layout.recompute, offload=offload,
-                chunked=layout.chunked,
+                chunked=layout.chunked, whole_activations=layout.whole_activations,
             )  # fmt: skip
             plan = replace(self.source.question.with_options(alone.plan()), recompute=layout.recompute, bucket=0)
             try:
@@ -143,10 +144,11 @@ class CostTable:
                 self._known[key] = None
         return self._known[key]
 
-    def _key(self, layout: Layout) -> tuple[int, int, int, str, str, int | None]:
+    def _key(self, layout: Layout) -> tuple[int, int, int, bool, str, str, int | None]:
         """All of a layout that its layers' costs depend on: what is done with parameters is the estimate's."""
         offload = "activations" if layout.offloads_activations else ""
-        return layout.tp, layout.cp, layout.ep, layout.recompute, offload, layout.batch if self._small else None
+        whole, batch = layout.whole_activations and layout.tp > 1, layout.batch if self._small else None
+        return layout.tp, layout.cp, layout.ep, whole, layout.recompute, offload, batch
 
     @cached_property
     def _small(self) -> bool:

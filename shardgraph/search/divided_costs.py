@@ -31,7 +31,7 @@ def among_more(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, 
     line = undivided.divided_by(many, divided, few)
 
     def part(one: Part, near: Part, far: Part) -> Part:
-        sent = near.sent * slower
+        sent, waited = near.sent * slower, 0.0
         halves = {}
         for half in _HALVES:
             whole, work = getattr(one, half), _work(one, near, half, few)
@@ -40,32 +40,46 @@ def among_more(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, 
             # Attention hides what a ring passes on; all else waits for what is sent.
             grown = sent / 2 - work if axis == "cp" else exposed + (sent - near.sent) / 2
             halves[half] = work + max(exposed, grown)
-        return far.positive._replace(sent=sent, **halves)
+            waited += max(exposed, grown)
+        # What attention hides of a ring's time is nothing to what faster links would save.
+        return far.positive._replace(sent=waited if axis == "cp" else sent, **halves)
 
     changed: dict[str, Any] = {name: max(0.0, getattr(line, name)) for name in _AROUND}
     changed |= {name: part(*(getattr(costs, name) for costs in (undivided, divided, line))) for name in _PARTS}
     return replace(line, **changed)
 
 
-def both(undivided: LayerCosts, outer: LayerCosts, outer_ranks: int, inner: LayerCosts, inner_ranks: int) -> LayerCosts:
-    """The costs of a model divided along two axes, from those along each of them alone."""
+def both(
+    undivided: LayerCosts, axis: str, outer: LayerCosts, outer_ranks: int, inner: LayerCosts, inner_ranks: int
+) -> LayerCosts:
+    """The costs of a model divided along two axes, from those along each of them alone; ``axis`` is the outer one."""
 
     def ratio(one: float, divided: float) -> float:
         return divided / one if one else 1.0
 
+    def held(one: float, a: float, b: float) -> float:
+        """Each axis divides what the other leaves as it would all, but for what neither divides, such as scores that
+        the model returns."""
+        if not one:
+            return 0.0
+        whole = min((each - one / ranks) / (1 - 1 / ranks) for each, ranks in ((a, outer_ranks), (b, inner_ranks)))
+        return max(a * b / one, whole + (one - whole) / (outer_ranks * inner_ranks))
+
     def part(one: Part, a: Part, b: Part) -> Part:
-        fields = {name: getattr(a, name) * ratio(getattr(one, name), getattr(b, name)) for name in _DIVIDED}
+        fields = {name: held(*(getattr(each, name) for each in (one, a, b))) for name in _DIVIDED}
         of_a, of_b = ratio(one.saved, a.saved), ratio(one.saved, b.saved)
         for half in _HALVES:
             works = _work(one, a, half, outer_ranks), _work(one, b, half, inner_ranks)
             exposed = getattr(a, half) - works[0], getattr(b, half) - works[1]
-            fields[half] = works[0] * ratio(getattr(one, half), works[1]) + exposed[0] * of_b + exposed[1] * of_a
+            left = ratio(getattr(one, half), works[1])
+            passed_on = left if axis == "cp" else of_b  # by a ring: a rank's keys and values, whatever is saved of them
+            fields[half] = works[0] * left + exposed[0] * passed_on + exposed[1] * of_a
         return one._replace(sent=a.sent * of_b + b.sent * of_a, **fields)
 
     every = undivided, outer, inner
     changed: dict[str, Any] = {name: part(*(getattr(costs, name) for costs in every)) for name in _PARTS}
     for name in _AROUND:
-        changed[name] = getattr(outer, name) * ratio(getattr(undivided, name), getattr(inner, name))
+        changed[name] = held(*(getattr(costs, name) for costs in every))
     return replace(undivided, **changed)
 
 
