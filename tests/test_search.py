@@ -300,6 +300,14 @@ def test_layers_that_save_in_host_memory_are_far_from_each_other():
     assert away.annotations == tuple((f"layers.{layer}", offload()) for layer in (3, 5, 7))
 
 
+@pytest.mark.parametrize(("tp", "known"), [(2, True), (4, True), (8, False)])
+def test_ranks_of_several_nodes_that_do_not_divide_the_heads_have_no_estimate(tp, known):
+    """Attention of four heads, which eight ranks would do all of."""
+    cluster = toy_cluster(4, 2)
+    estimates = Estimates(source_of(8, cluster, llama(8), kwargs=text(8)).of_few_layers, 80 * GIB, pipelines=False)
+    assert (estimates.again(Layout(shard=8 // tp, tp=tp), cluster) is not None) is known
+
+
 def test_more_memory_is_worth_what_a_search_with_it_finds():
     """Of the layers, fewer are recomputed then, not as many as without it."""
     cluster = Cluster.of("H100")

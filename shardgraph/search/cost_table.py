@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torch import fx
+
 from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.ir.fused import ATTENTION
 from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
@@ -88,7 +93,7 @@ class CostTable:
             undivided = undivided.along(each, 1)
         few = min(ranks, self.degree)
         one, near = self._priced(undivided), self._divided(undivided.along(axis, few))
-        if one is None or near is None:
+        if one is None or near is None or (axis == "tp" and ranks > few and self._heads % ranks):
             return None
         machine = self.source.question.machine
         factor = slower(machine, axis, machine.group_of(layout.dividing, axis), few, one.crossing)
@@ -116,14 +121,22 @@ class CostTable:
 
     @cached_property
     def _scores(self) -> int:
-        depths, plan = self.source.depths, self.source.question.with_options(Layout().plan())
-        if depths is None:
-            return 0
-        few = self.source.at(depths, PLACED, plan)
-        try:
-            return scores_of(few.captures.joint(few.call, plan).module)
-        except ShardGraphError:  # the model has no loss, say
-            return 0
+        return 0 if self.source.depths is None or self._graph is None else scores_of(self._graph)
+
+    @cached_property
+    def _heads(self) -> int:
+        """What ranks that divide all attentions' heads of queries divide; 0 without attention."""
+        nodes = [] if self._graph is None else self._graph.graph.find_nodes(op="call_function", target=ATTENTION)
+        return math.gcd(*(node.args[0].meta["val"].shape[1] for node in nodes))
+
+    @cached_property
+    def _graph(self) -> fx.GraphModule | None:
+        """The captured graph, of few layers if the model is deep; None if there is none, as of a loss that is not."""
+        plan, source = self.source.question.with_options(Layout().plan()), self.source
+        few = source if source.depths is None else source.at(source.depths, PLACED, plan)
+        with suppress(ShardGraphError):
+            return few.captures.joint(few.call, plan).module
+        return None
 
     @cached_property
     def _of_step(self) -> CostTable:

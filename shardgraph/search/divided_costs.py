@@ -67,13 +67,13 @@ def both(
 
     def part(one: Part, a: Part, b: Part) -> Part:
         fields = {name: held(*(getattr(each, name) for each in (one, a, b))) for name in _DIVIDED}
+        works = {half: (_work(one, a, half, outer_ranks), _work(one, b, half, inner_ranks)) for half in _HALVES}
         of_a, of_b = ratio(one.saved, a.saved), ratio(one.saved, b.saved)
-        for half in _HALVES:
-            works = _work(one, a, half, outer_ranks), _work(one, b, half, inner_ranks)
-            exposed = getattr(a, half) - works[0], getattr(b, half) - works[1]
-            left = ratio(getattr(one, half), works[1])
-            passed_on = left if axis == "cp" else of_b  # by a ring: a rank's keys and values, whatever is saved of them
-            fields[half] = works[0] * left + exposed[0] * passed_on + exposed[1] * of_a
+        if axis == "cp":  # a ring passes on a rank's keys and values, whatever is saved of them
+            of_b = ratio(one.forward + one.backward, sum(work for _, work in works.values()))
+        for half, (work, other) in works.items():
+            exposed = getattr(a, half) - work, getattr(b, half) - other
+            fields[half] = work * ratio(getattr(one, half), other) + exposed[0] * of_b + exposed[1] * of_a
         return one._replace(sent=a.sent * of_b + b.sent * of_a, **fields)
 
     every = undivided, outer, inner
