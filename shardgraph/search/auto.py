@@ -69,6 +69,10 @@ replicated only if that makes the best plan so many times as fast: less has been
 _WAITS = 0.04
 """Of a step of many layers, what it waits for communication at least if other collectives are tried for it."""
 
+_FEWER = 0.5
+"""At most this part of what such a step waits for is spared if activations are whole between divided products: of three
+gathers and two scatters for each pair of these there are two reductions then, which are a gather and a scatter each."""
+
 _ADJUSTED = 2
 """Numbers of layers that are tried at most, of those that are not treated as the others; and layouts whose activations
 are held whole."""
@@ -443,12 +447,12 @@ class Finals:
         fastest: all-reduces are fewer than all-gathers and reduce-scatters, and what is saved takes more memory. Of
         many layers, which take longer to price, the best such layout alone."""
         fitting = sorted(self._fitting.items(), key=lambda pair: pair[1].per_sample)
-        least, most = (_WAITS, 1) if self._deep else (_HIDDEN, _ADJUSTED)
+        least, most, saved = (_WAITS, 1, _FEWER) if self._deep else (_HIDDEN, _ADJUSTED, 1.0)
         divided = [(layout, each) for layout, each in fitting if layout.tp > 1 and layout.cp == layout.stages == 1]
         for layout, each in divided[:most]:
             best, exposed = self._best, each.parts["exposed"] / each.seconds
             assert best is not None
-            if exposed >= least and each.per_sample * (1 - exposed) < best.per_sample and not self._limit.over:
+            if exposed >= least and each.per_sample * (1 - saved * exposed) < best.per_sample and not self._limit.over:
                 self._price(replace(layout, whole_activations=True))
 
     def _refine(self, best: Priced) -> None:
