@@ -1,10 +1,11 @@
 """The search of ``plan="auto"``: how long it takes, how good its estimates are, and its plans beside published ones.
 
     python benchmarks/search.py speed              # GPT-2 small on 8 devices to Llama 3 405B on 16,384
+    python benchmarks/search.py long               # likewise, with sequences of 131,072 tokens
     python benchmarks/search.py estimates          # estimates beside exact prices, for layouts of every kind
     python benchmarks/search.py published          # beside hand-tuned plans of published runs, under the same prices
 
-``speed`` imports everything before it measures, and each question is asked once: nothing of one is kept for the next.
+``speed`` and ``long`` import everything before it measures, and each question is asked once: nothing of one is kept for the next.
 """
 
 from __future__ import annotations
@@ -80,12 +81,27 @@ def text(batch: int, length: int) -> dict[str, torch.Tensor]:
 
 def report_speed() -> None:
     """Seconds of each search, the work that it did, and the plan that it found."""
-    questions: list[tuple[str, nn.Module, dict[str, torch.Tensor], int, int]] = [
-        ("GPT-2 small", gpt2(), text(8, 1024), 8, 64),
-        ("Llama 3 8B", llama("Llama 3 8B"), text(1, 8192), 64, 128),
-        ("Llama 3 70B", llama("Llama 3 70B"), text(1, 8192), 512, 1024),
-        ("Llama 3 405B", llama("Llama 3 405B"), text(1, 8192), 16384, 2048),
-    ]
+    _answer(
+        [
+            ("GPT-2 small", gpt2(), text(8, 1024), 8, 64),
+            ("Llama 3 8B", llama("Llama 3 8B"), text(1, 8192), 64, 128),
+            ("Llama 3 70B", llama("Llama 3 70B"), text(1, 8192), 512, 1024),
+            ("Llama 3 405B", llama("Llama 3 405B"), text(1, 8192), 16384, 2048),
+        ]
+    )
+
+
+def report_long() -> None:
+    """Likewise, for sequences that one device or node cannot hold."""
+    _answer(
+        [
+            ("Llama 3 8B", llama("Llama 3 8B"), text(1, 131072), 64, 128),
+            ("Llama 3 405B", llama("Llama 3 405B"), text(1, 131072), 16384, 128),
+        ]
+    )
+
+
+def _answer(questions: Sequence[tuple[str, nn.Module, dict[str, torch.Tensor], int, int]]) -> None:
     shardgraph.analyze(gpt2(), plan="single", example_kwargs=text(1, 16), cluster="H100", mesh={"dp": 1})  # imports
     for name, model, kwargs, devices, batch in questions:
         wall, processor = time.perf_counter(), time.process_time()
@@ -249,13 +265,13 @@ def _both(runs: Sequence[Run]) -> tuple[Candidate, Plan]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", choices=["speed", "estimates", "published"])
+    parser.add_argument("report", choices=["speed", "long", "estimates", "published"])
     parser.add_argument("--rows", nargs="*", default=[""], help="how names of published rows begin (default: all)")
     options = parser.parse_args()
     if options.report == "published":
         report_published(options.rows)
     else:
-        {"speed": report_speed, "estimates": report_estimates}[options.report]()
+        {"speed": report_speed, "long": report_long, "estimates": report_estimates}[options.report]()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shardgraph
-from shardgraph import Plan, PlanError
+from shardgraph import CaptureError, Plan, PlanError
 from shardgraph.api.plan import searched
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Link
@@ -129,6 +129,21 @@ def test_what_is_annotated_stays_so():
     plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(1, devices_per_node=4))
     entries = plan.resolve({name: parameter.shape for name, parameter in model.named_parameters()})
     assert all(entry.shard_axis is None for name, entry in entries.items() if name.endswith(".weight"))
+
+
+def test_a_loss_of_the_output_alone_is_a_step_in_which_no_rank_has_all_scores():
+    call = {"example_kwargs": text(4, 256), "cluster": toy_cluster(1, 2), "mesh": {"tp": 2}}
+    whole, alone = (
+        shardgraph.plan(llama(1, vocab_size=8192), **call, loss_fn=loss_fn).considered[0].memory
+        for loss_fn in (None, lambda output: output.loss)
+    )
+    assert alone < whole - 0.9 * 4 * 256 * 8192 * 4
+
+
+@pytest.mark.parametrize("plan", [shardgraph.plan, functools.partial(shardgraph.analyze, plan="auto")])
+def test_a_loss_that_needs_a_target_is_not_left_out_where_there_is_none(plan):
+    with pytest.raises(CaptureError, match=r"loss_fn\(output, target\) is called with the model's output alone"):
+        plan(llama(1), example_kwargs=text(4), cluster=toy_cluster(1, 2), loss_fn=lambda output, target: output.loss)
 
 
 def test_a_call_without_its_loss_is_not_cut_into_stages():

@@ -71,7 +71,7 @@ def analyze(
         pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
         precision: ``"bf16"``, ``"fp16"``, ``"fp8"`` or a :class:`Precision`; default: the plan's.
         loss_fn: ``loss_fn(output, target) -> scalar``, part of the program as in ``train_step``; the target is taken
-            from ``example_kwargs``.
+            from ``example_kwargs``. Without one, it is called with the output alone.
         optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
         training: a training step; False: a forward without gradients.
         fold: analyse only a few layers of a stack of equal ones, with the same result; False: all of them.
@@ -98,14 +98,14 @@ def analyze(
     check_described(question.plan, question.machine.device)
     kwargs, captures = dict(example_kwargs or {}), Captures()
     if question.automatic:
-        call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None, training)
+        call = question.about(example_inputs, kwargs, loss_fn, training)
         source = Source(call, fused, fold, captures)
         question = question.settled(choose_plan(source, own_batches=True))
     if question.plan.pipeline is None:
         return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold, captures))
     if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
-    loss = loss_fn if "target" in kwargs else own_loss if "labels" in kwargs else None
+    loss = loss_fn or (own_loss if "labels" in kwargs else None)
     return analyze_pipeline_source(Source(question.about(example_inputs, kwargs, loss), fused, fold, captures))
 
 

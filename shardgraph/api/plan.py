@@ -72,7 +72,7 @@ def plan(
         example_inputs: positional inputs of one rank's call, real or on ``meta``. With ``global_batch`` their number of
             samples does not matter, since microbatches are searched.
         example_kwargs: keyword inputs of the same call. Pipelines are searched if the call has its loss: with
-            ``labels`` here if the model computes it, or with ``target`` and a ``loss_fn``.
+            ``labels`` here if the model computes it, or with a ``loss_fn`` and its ``target`` here.
         cluster: as for :func:`shardgraph.analyze`.
         devices: number of ranks; default: all devices of the cluster.
         mesh: axis sizes by name, outermost first, of which layouts are searched: ``pp``, ``dp`` or ``dp_replicate`` and
@@ -83,7 +83,9 @@ def plan(
         optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
         precision: as for :func:`shardgraph.compile`; or several, each of which you permit: the fastest is found.
         backend: as for :func:`shardgraph.analyze`.
-        loss_fn: ``loss_fn(output, target) -> scalar``.
+        loss_fn: ``loss_fn(output, target) -> scalar``; or, without a ``target``, of the output alone, such as
+            ``lambda output: output.loss``: then a step returns the loss and nothing else, as ``train_step`` does, and
+            no rank has all scores of ``labels``.
         recompute: what backward recomputes in all layouts; default: searched.
         loss_chunk: bytes of a cross-entropy's logits per chunk in all layouts.
         offload: what is kept in host memory in all layouts.
@@ -144,6 +146,6 @@ def searched(
     machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, machine.device)
     kwargs = dict(example_kwargs or {})
-    call = question.about(example_inputs, kwargs, loss_fn if "target" in kwargs else None)
+    call = question.about(example_inputs, kwargs, loss_fn)
     source = Source(call, fused=is_fused(backend), check_cut=check_cut)
     return source, source.call.loss_fn is not None or "labels" in kwargs

@@ -6,10 +6,11 @@ for parameters and buffers. The model itself is only read, and may run in other 
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,6 +58,19 @@ def own_loss(output: Any) -> Any:
     """The loss that a model returns as ``output.loss`` or ``output["loss"]``; ``output`` itself if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, torch.Tensor) else output
+
+
+def _check_takes_output(loss_fn: Callable[..., torch.Tensor]) -> None:
+    """Raise CaptureError if a loss that is given no target needs one; what has no signature may be called."""
+    with suppress(ValueError):
+        signature = inspect.signature(loss_fn)
+        try:
+            signature.bind(None)
+        except TypeError:
+            raise CaptureError(
+                f"loss_fn{signature} is called with the model's output alone, since the call has no 'target': give it "
+                "one by name, in example_kwargs={..., 'target': ...}, or a loss_fn that takes nothing but the output"
+            ) from None
 
 
 def _check_loss(joint: ir.JointGraph) -> None:
@@ -121,6 +135,8 @@ def capture(
     _check_modules(model)
     check_inputs(pytree.tree_leaves((args, kwargs)))
     check_arguments(model, args, {k: v for k, v in kwargs.items() if loss_fn is None or k != "target"})
+    if loss_fn is not None and "target" not in kwargs:
+        _check_takes_output(loss_fn)
     asked = Asked(args, kwargs, device, loss_fn, annotations, precision)
     name_tensors()
     with rewritten(model):
