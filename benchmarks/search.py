@@ -5,7 +5,8 @@
     python benchmarks/search.py estimates          # estimates beside exact prices, for layouts of every kind
     python benchmarks/search.py published          # beside hand-tuned plans of published runs, under the same prices
 
-``speed`` and ``long`` import everything before it measures, and each question is asked once: nothing of one is kept for the next.
+``speed`` and ``long`` import everything before they measure, and each question is asked once: nothing of one is kept
+for the next.
 """
 
 from __future__ import annotations
