@@ -93,6 +93,23 @@ def test_copies_stay_where_they_are_something_else(module, inputs):
     assert heads_of_keys(program(module, "single", *inputs)) == [HEADS, HEADS]
 
 
+class OfOneToken(nn.Module):
+    """Attention to a learned token, which is repeated otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(WIDTH // HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        key = self.token.unsqueeze(0).expand(len(x) * HEADS * LENGTH, -1).reshape(query.shape)
+        return F.scaled_dot_product_attention(query, key, key)
+
+
+def test_other_repetitions_are_none_of_heads():
+    assert heads_of_keys(program(OfOneToken())) == [HEADS, HEADS]
+
+
 def freeze(module: Grouped) -> Grouped:
     module.keys.requires_grad_(False)
     return module

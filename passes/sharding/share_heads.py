@@ -10,11 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
 
-from shardgraph.ir.attributes import EQUALS, Change, carried
+from shardgraph.ir.attributes import EQUALS, Change, Labels, captured_name, carried
 from shardgraph.ir.fused import ATTENTION, ATTENTION_BACKWARD
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
@@ -73,14 +74,15 @@ def _before_repetition(tensor: fx.Node) -> fx.Node | None:
     if it has not."""
     repeated = tensor
     while repeated.target in _IN_ANOTHER_SHAPE:
-        repeated = repeated.args[0]
-    if repeated.target is not aten.expand.default or repeated.args[0].target is not aten.unsqueeze.default:
+        repeated = repeated.all_input_nodes[0]
+    if repeated.target is not aten.expand.default or repeated.all_input_nodes[0].target is not aten.unsqueeze.default:
         return None
-    given, dim = repeated.args[0].args
-    batch, heads, *rest = given.meta["val"].shape
-    times = repeated.meta["val"].shape[_HEADS + 1]
-    alone = dim == _HEADS + 1 and tuple(repeated.meta["val"].shape) == (batch, heads, times, *rest)
-    return given if alone and tuple(tensor.meta["val"].shape) == (batch, heads * times, *rest) else None
+    given, dim = cast(tuple[fx.Node, int], repeated.all_input_nodes[0].args)
+    if given.meta["val"].dim() != 4 or dim % 5 != _HEADS + 1:
+        return None
+    (batch, heads, *rest), times = given.meta["val"].shape, repeated.meta["val"].shape[_HEADS + 1]
+    shapes = [tuple(each.meta["val"].shape) for each in (repeated, tensor)]
+    return given if shapes == [(batch, heads, times, *rest), (batch, heads * times, *rest)] else None
 
 
 def _sums_over_repetitions(backward: fx.Node, pair: Sequence[fx.Node | None]) -> dict[fx.Node, int] | None:
@@ -88,7 +90,7 @@ def _sums_over_repetitions(backward: fx.Node, pair: Sequence[fx.Node | None]) ->
     values, each with its index; None if something else is read."""
     found: dict[fx.Node, int] = {}
     for gradient in backward.users:
-        index = gradient.args[1]
+        index = cast(int, gradient.args[1])
         if index == 0:
             found[gradient] = 0
         elif gradient.users:
@@ -121,6 +123,7 @@ def _summed(gradient: fx.Node, shape: torch.Size) -> fx.Node | None:
 def _take(build: Builder, replaced: Mapping[fx.Node, int], results: fx.Node) -> None:
     """Put elements of ``results`` in place of nodes, each by its index, in the memory layout that it has."""
     for node, index in replaced.items():
-        build.labels = {**carried(Change.REWRITTEN, node), EQUALS: node.name}
+        equals: Labels = {} if (name := captured_name(node)) is None else {EQUALS: name}
+        build.labels = {**carried(Change.REWRITTEN, node), **equals}
         element = build.call(operator.getitem, results, index)
         node.replace_all_uses_with(build.laid_out(element, node.meta["val"]))
