@@ -98,6 +98,12 @@ def test_sequences_and_operators_are_divided_together_where_that_fills_a_node():
     assert Layout(cp=2, tp=4, data="ddp").plan().operators == (("cp", "context"), ("tp", "whole"))
 
 
+def test_stages_may_have_sequences_over_several_nodes_and_operators_inside_of_them():
+    every = list(layouts(32, toy_cluster(16, 2), 16, pipelines=True, axes=["tp", "cp"]))
+    assert {(each.cp, each.tp) for each in every if each.stages == 2 and each.degree == 8} == {(8, 1), (4, 2)}
+    assert {(each.cp, each.tp) for each in every if each.stages == 1 and each.degree == 8} == {(1, 8), (8, 1), (4, 2)}
+
+
 def test_gradients_of_earlier_calls_are_held():
     """As many bytes of them as a rank has of the parameters."""
     layer = Part(saved=1e9, parameters=1e6, gathered=1e6, reduced=1e6, tensors=1)
