@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import Replicate, Shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Plan, PlanError, ShardGraphError, ir, torch_api
@@ -281,11 +280,10 @@ def test_matrices_are_cut_however_long_sequences_are(tokens, style):
     assert {entry.placements[0] for fqn, entry in split.items() if "norm" not in fqn} == {"split(0)", "split(1)"}
 
 
-def wide_llama() -> LlamaForCausalLM:
+def wide_llama() -> nn.Module:
     """One layer of Llama 3 8B."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)).bfloat16()
+    return llama(1, hidden_size=4096, intermediate_size=14336, vocab_size=128256, **heads).bfloat16()
 
 
 def test_what_has_no_rule_is_said():

@@ -64,9 +64,11 @@ def repeats_heads(gm: fx.GraphModule) -> bool:
 
 def _attentions(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.Node | None]]:
     """Every attention without a mask, with its backward."""
-    backwards = {node.args[1:4]: node for node in gm.graph.nodes if node.target is ATTENTION_BACKWARD}
-    every = (node for node in gm.graph.nodes if node.target is ATTENTION and node.args[3] is None)
-    return [(node, backwards.get(node.args[:3])) for node in every]
+    forwards, backwards = (
+        gm.graph.find_nodes(op="call_function", target=each) for each in (ATTENTION, ATTENTION_BACKWARD)
+    )
+    of_operands = {node.args[1:4]: node for node in backwards}
+    return [(node, of_operands.get(node.args[:3])) for node in forwards if node.args[3] is None]
 
 
 def _before_repetition(tensor: fx.Node) -> fx.Node | None:

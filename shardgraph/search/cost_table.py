@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
 
-from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.errors import PlanError
 from shardgraph.ir.fused import ATTENTION
 from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
 from shardgraph.passes.lowering import lower
@@ -131,12 +130,8 @@ class CostTable:
 
     @cached_property
     def _graph(self) -> fx.GraphModule | None:
-        """The captured graph, of few layers if the model is deep; None if there is none, as of a loss that is not."""
-        plan, source = self.source.question.with_options(Layout().plan()), self.source
-        few = source if source.depths is None else source.at(source.depths, PLACED, plan)
-        with suppress(ShardGraphError):
-            return few.captures.joint(few.call, plan).module
-        return None
+        """The captured graph; None if there is none, as of a step of a model without a loss."""
+        return self.source.graph(self.source.question.with_options(Layout().plan()))
 
     @cached_property
     def _of_step(self) -> CostTable:

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from torch import fx
-
 from shardgraph.capture.capture import own_loss
 from shardgraph.errors import ShardGraphError
 from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.names_at_peak import kinds_at_peak, place_of_peak
-from shardgraph.search.depths import PLACED
 from shardgraph.search.exact import Priced, analysed, price
 from shardgraph.search.source import Source
 from shardgraph.search.ways import Way, lines_of, options_left
@@ -65,7 +62,7 @@ def _options(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
     """More that is recomputed, and what the plan leaves open."""
     if isinstance(plan.recompute, str) and plan.recompute not in ("full", "budget"):
         yield "recompute='full'", source, replace(plan, recompute="full"), calls
-    for what, changed in options_left(plan, _graph(source, plan)):
+    for what, changed in options_left(plan, source.graph(plan)):
         if changed.offload == plan.offload or source.question.machine.device.host is not None:
             yield what, source, replace(changed, activations=None), calls
 
@@ -98,11 +95,3 @@ def _of_calls(source: Source, plan: Plan) -> Source:
     if plan.pipeline is not None and call.loss_fn is None:
         call = replace(call, loss_fn=own_loss)
     return replace(source, question=replace(source.question, call=call))
-
-
-def _graph(source: Source, plan: Plan) -> fx.GraphModule | None:
-    """The captured graph under a plan, of a few layers if the model is deep; None if it cannot be captured."""
-    with suppress(ShardGraphError):
-        few = source if source.depths is None else source.at(source.depths, PLACED, plan)
-        return few.captures.joint(few.question.captured, plan).module
-    return None

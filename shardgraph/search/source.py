@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.stacks import Stack
+from shardgraph.errors import ShardGraphError
 from shardgraph.ir import JointGraph
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.report.folding import find_stack, treats_alike, unlike
 from shardgraph.search.decide import decide
-from shardgraph.search.depths import Depths
+from shardgraph.search.depths import PLACED, Depths
 from shardgraph.search.question import Question
 
 CheckCut = Callable[[JointGraph, Call, Plan, Captures], None]
@@ -91,6 +95,13 @@ class Source:
         is priced from it shares them."""
         stack = self.stack_of_equal_layers
         return self if stack is None else replace(self, depths=self.depths_of(stack))
+
+    def graph(self, plan: Plan) -> fx.GraphModule | None:
+        """The captured graph under ``plan``, of a few layers if the model is deep; None if it cannot be captured."""
+        with suppress(ShardGraphError):
+            few = self if self.depths is None else self.at(self.depths, PLACED, plan)
+            return few.captures.joint(few.question.captured, plan).module
+        return None
 
     def depths_of(self, stack: Stack) -> Depths:
         """The copies of the model with other numbers of layers: the given ones, or new ones."""
