@@ -19,6 +19,7 @@ from shardgraph.passes.chunking.chunk_loss import MarkScores
 from shardgraph.passes.chunking.slice_before_scores import SliceBeforeScores
 from shardgraph.passes.experts.divide_experts import DivideExperts
 from shardgraph.passes.sharding.activations import call_of
+from shardgraph.passes.sharding.order_rows import OrderRows
 from shardgraph.passes.sharding.shard_operators import ShardOperators, record_text
 from shardgraph.passes.sharding.share_heads import ShareHeads, repeats_heads
 from shardgraph.plans.activation_plan import Activations
@@ -102,7 +103,8 @@ def placing_passes(plan: Plan, *, repeated_heads: bool) -> list[Pass]:
     experts: list[Pass] = [DivideExperts(plan.experts)] if plan.experts else []
     loss: list[Pass] = [] if plan.loss_chunk is None else [SliceBeforeScores(), MarkScores()]
     heads: list[Pass] = [ShareHeads()] if repeated_heads else []
-    return [*loss, *experts, *operators, *heads, *context]
+    order: list[Pass] = [OrderRows()] if operators else []
+    return [*loss, *experts, *operators, *heads, *context, *order]
 
 
 def place_operators(joint: JointGraph, plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

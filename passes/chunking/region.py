@@ -2,7 +2,7 @@
 
 A region is found from a normalization of scores (a log-softmax): up to the product of hidden states and vocabulary that
 produces them, then down through forward and backward to every value with as many elements. An operation that reads such
-a value must be known to be row-wise (:mod:`shardgraph.passes.chunking.rows`); otherwise all scores have to exist.
+a value must be known to be row-wise (:mod:`shardgraph.passes.sharding.by_rows`); otherwise all scores have to exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir import Output, outputs
 from shardgraph.ir.attributes import SOURCE
-from shardgraph.passes.chunking.rows import PRODUCTS, SUMMED, WHOLE, Form, form_of
+from shardgraph.passes.sharding.by_rows import PRODUCTS, SUMMED, WHOLE, Form, form_of
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
 from shardgraph.sizes import format_bytes

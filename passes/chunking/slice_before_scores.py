@@ -13,7 +13,7 @@ from shardgraph.ir.attributes import EQUALS, PART_OF, Change, Labels, Part, carr
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
-from shardgraph.passes.chunking.rows import PRODUCTS
+from shardgraph.passes.sharding.by_rows import PRODUCTS
 from shardgraph.passes.sharding.options import operands
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ from shardgraph.ir.attributes import (
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.chunking.region import NotByRowsError, Region, pieces
-from shardgraph.passes.chunking.rows import SUMMED, TURNED, WHOLE, Form
+from shardgraph.passes.sharding.by_rows import SUMMED, TURNED, WHOLE, Form
 from shardgraph.passes.partition.split import forward_nodes
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
