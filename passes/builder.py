@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,3 +135,13 @@ class Builder:
 def padded_rows(rows: int, parts: int) -> int:
     """The least multiple of ``parts`` that holds ``rows``."""
     return math.ceil(rows / parts) * parts
+
+
+def can_view(tensor: fx.Node, shape: Sequence[int]) -> bool:
+    """Whether the tensor's strides allow a view in another shape."""
+    value = tensor.meta["val"]
+    try:
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True

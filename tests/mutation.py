@@ -62,6 +62,7 @@ WITH = {
     "remove-constraints": "fsdp-2-constrained",
     "merge-collectives": "hsdp-2x2-buckets",
     "share-heads": "ddp-2-heads",
+    "order-rows": "tp+sp-2-rows",
 }
 """A case in which each pass has mutants."""
 WITHOUT = {
@@ -154,6 +155,7 @@ CASES = [
     _case("constrained", "fsdp", "constrained", dp=2),
     _case("attention", "cp", "ring", rows=2, cp=3),
     _case("grouped-heads", "ddp", "heads", rows=4, dp=2),
+    _case("perceptrons", "tp+sp", "rows", rows=4, tp=2),
 ]  # fmt: skip
 
 
@@ -230,7 +232,25 @@ class GroupedHeads(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class Perceptrons(nn.Module):
+    """Residual layers of sequences; in the second one positions differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.ups = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.weights: torch.Tensor
+        self.register_buffer("weights", torch.arange(1.0, 9.0).sqrt().unsqueeze(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.downs[0](self.ups[0](self.norms[0](x)).tanh())
+        return x + self.downs[1](self.weights * self.ups[1](self.norms[1](x)).tanh())
+
+
 def _made(case: Case) -> Any:
+    if case.model == "perceptrons":
+        return Perceptrons(), ((torch.randn(case.rows, 8, 32),), {})
     if case.model == "grouped-heads":
         return GroupedHeads(), ((torch.randn(case.rows, 6, 8),), {})
     if case.model == "attention":

@@ -17,6 +17,7 @@ from shardgraph.ir.attributes import (
     EQUALS,
     PART_OF,
     PLACEMENTS,
+    ROW_ORDER,
     RECOMPUTE,
     Attribute,
     Change,
@@ -210,7 +211,7 @@ class _Chunks:
 
 def _is_equal(whole: fx.Node, node: fx.Node) -> None:
     """Record that ``whole``, made of all chunks, must be what ``node`` was."""
-    facts: tuple[Attribute[Any], ...] = (PART_OF, PLACEMENTS)
+    facts: tuple[Attribute[Any], ...] = (PART_OF, PLACEMENTS, ROW_ORDER)
     write(whole, {each: each.of(node) for each in facts if node in each})
     if name := captured_name(node):
         EQUALS.set(whole, name)

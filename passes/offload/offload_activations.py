@@ -17,6 +17,7 @@ from shardgraph.ir.attributes import (
     MEMORY_KIND,
     ON_HOST,
     PLACEMENTS,
+    ROW_ORDER,
     SOURCE,
     SUBJECT,
     captured_name,
@@ -157,5 +158,5 @@ def _builder(gm: fx.GraphModule, context: Context, after: fx.Node, value: fx.Nod
 def _is_copy_of(value: fx.Node, wait: fx.Node) -> None:
     """Record which value the copy must equal, for debugging."""
     equals = EQUALS.get(value) if value.op == "placeholder" else captured_name(value)
-    if equals and not PLACEMENTS.get(value):
+    if equals and not PLACEMENTS.get(value) and value not in ROW_ORDER:
         EQUALS.set(wait, equals)

@@ -18,6 +18,7 @@ from shardgraph.ir import Gradient, Parameter, add_output, outputs
 from shardgraph.ir.attributes import EQUALS, MADE_BY, PLACEMENTS, RECOMPUTE, ROLE, SUBJECT, Change, carried
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.random_state import draws
+from shardgraph.passes.builder import can_view
 from shardgraph.passes.sharding.axis_builder import AxisBuilder
 from shardgraph.passes.sharding.legal import Value, placed_operands, value_of
 from shardgraph.passes.sharding.lowerings import LOWERINGS
@@ -119,7 +120,7 @@ class _Lowering:
         if node.target in _ALONG_ANOTHER_AXIS:
             return [self.write.on(node, shards[0])]
         if node.target in (aten.view.default, aten._unsafe_view.default):
-            args = (self.write.contiguous(args[0]) if _cannot_view(args[0], args[1]) else args[0], args[1])
+            args = (args[0] if can_view(args[0], args[1]) else self.write.contiguous(args[0]), args[1])
         copy = self.write.named(node.name, node.target, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             return [copy]
@@ -192,12 +193,3 @@ def _names(node: fx.Node) -> dict[int, str]:
     if isinstance(node.meta["val"], torch.Tensor):
         return {0: node.name}
     return {int(str(user.args[1])): user.name for user in node.users if user.target is operator.getitem}
-
-
-def _cannot_view(tensor: fx.Node, shape: list[int]) -> bool:
-    """Whether the tensor's strides rule out a view in another shape."""
-    try:
-        torch.empty_strided(tensor.meta["val"].shape, tensor.meta["val"].stride(), device="meta").view(shape)
-    except RuntimeError:
-        return True
-    return False

@@ -22,10 +22,10 @@ from torch import fx
 
 from shardgraph import ir
 from shardgraph.ir import Parameter, Tangent, placeholders
-from shardgraph.ir.attributes import EQUALS, MADE_BY, PLACEMENTS, RECOMPUTE, ROLE, Change, captured_name, carried
+from shardgraph.ir.attributes import EQUALS, MADE_BY, RECOMPUTE, ROLE, ROW_ORDER, Change, captured_name, carried
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.base import Context, Pass
-from shardgraph.passes.builder import Builder
+from shardgraph.passes.builder import Builder, can_view
 from shardgraph.passes.sharding.by_rows import SUMMED, TURNED, WHOLE, Form, form_of, leading
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import is_operation, operands
@@ -131,7 +131,7 @@ class _Ordering:
             readers = [each for each, by in self._readers(value) if (by in by_ranks) != (self._maker(value) in by_ranks)]
             if readers:
                 moved[value] = readers
-        for value, readers in moved.items():
+        for value, readers in reversed(moved.items()):  # what is read of a copy before the copy itself goes
             self._move(value, readers, self._maker(value) not in by_ranks)
         for copy in self.copies:
             if copy.node in by_ranks:
@@ -140,11 +140,17 @@ class _Ordering:
                 permuted = copy.permuted
                 self.gm.graph.erase_node(copy.node)
                 self.gm.graph.erase_node(permuted)
-        for node in by_ranks & self.forms.keys():
-            for value in (node, *_pieces(node)):  # no longer what the captured graph has there
-                MADE_BY.set(value, MADE_BY.get(value, OrderRows.name))
-                for fact in (EQUALS, PLACEMENTS):
-                    value.meta.pop(fact.key, None)
+        for value in self.gm.graph.nodes:
+            if self._maker(value) in by_ranks:
+                self._mark(value)
+
+    def _mark(self, value: fx.Node) -> None:
+        """Record that rows are in the order of the ranks; a matrix in which they are columns is compared with none."""
+        if self.layouts[value_of(value)] == TURNED:
+            MADE_BY.set(value, MADE_BY.get(value, OrderRows.name))
+            value.meta.pop(EQUALS.key, None)
+        else:
+            ROW_ORDER.set(value, (self.order.sequences, self.order.parts))
 
     def _row_wise(self) -> tuple[dict[fx.Node, Form], dict[Value, int]]:
         """The operations that do the same for every row, and the layouts of what they give by row."""
@@ -211,6 +217,8 @@ class _Ordering:
             if not readers:
                 continue
             nbytes = math.inf if self.layouts.get(value_of(value)) == TURNED else self._copied(value)
+            if all(map(_makes_contiguous, value.users)):
+                nbytes = 0  # they copy it anyway
             # One copy serves all readers that want the other order.
             to_ranks, to_batch = (value, _RANKS), (value, _BATCH)
             link(maker, to_ranks, nbytes)
@@ -231,9 +239,8 @@ class _Ordering:
         return found
 
     def _copied(self, value: fx.Node) -> int:
-        """The bytes that copies of a value take in a step: backward makes again what forward does not save."""
-        again = RECOMPUTE.get(value) and value not in self._of_backward
-        twice = again and any(user in self._of_backward for user in _seen_by(value))
+        """The bytes that copies of a value take in a step: backward makes those that it reads again."""
+        twice = value not in self._of_backward and not self._of_backward.isdisjoint(_seen_by(value))
         return int(value.meta["val"].nbytes * (2 if twice else 1))
 
     def _move(self, value: fx.Node, readers: Sequence[fx.Node], to_ranks: bool) -> None:
@@ -241,21 +248,30 @@ class _Ordering:
         last_input = next(reversed([node for node in self.gm.graph.nodes if node.op == "placeholder"]), None)
         after = last_input if value.op == "placeholder" and last_input is not None else value
         name = captured_name(value)
-        labels = carried(Change.REWRITTEN, value) | {MADE_BY: OrderRows.name}
+        labels = carried(Change.REWRITTEN, value) | {MADE_BY: OrderRows.name, RECOMPUTE: True}  # rather than saved twice
         build = Builder(self.gm.graph, self.values, labels, after=after)
         sequences, parts, run = self.order
         outer = (sequences, parts) if to_ranks else (parts, sequences)
         shape = value.meta["val"].shape
         inner = shape[leading(shape, self.rows) :]
-        apart = build.view(value, (*outer, run, *inner))
+        whole = [*outer, run, *inner]
+        apart = build.call(aten.view.default, value if can_view(value, whole) else build.contiguous(value), whole)
         turned = build.call(aten.permute.default, apart, [1, 0, *range(2, 3 + len(inner))])
         moved = build.view(build.contiguous(turned), tuple(shape))
-        if not to_ranks and name is not None:
+        if name is not None:
             EQUALS.set(moved, name)
+        if to_ranks:
+            ROW_ORDER.set(moved, (sequences, parts))
         for reader in readers:
-            reader.replace_input_with(value, moved)
+            if _makes_contiguous(reader):
+                reader.replace_all_uses_with(moved)
+                self.gm.graph.erase_node(reader)
+            else:
+                reader.replace_input_with(value, moved)
 
 
-def _pieces(node: fx.Node) -> list[fx.Node]:
-    """The results of a node that returns several."""
-    return [user for user in node.users if user.target is operator.getitem]
+def _makes_contiguous(node: fx.Node) -> bool:
+    """Whether a node is a copy for the sake of the memory layout."""
+    if node.target is not aten.clone.default or node.kwargs.get("memory_format") is not torch.contiguous_format:
+        return False
+    return not node.all_input_nodes[0].meta["val"].is_contiguous()

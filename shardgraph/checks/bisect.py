@@ -24,6 +24,7 @@ from shardgraph.ir.attributes import (
     PADDED_SHARD,
     PART_OF,
     PLACEMENTS,
+    ROW_ORDER,
     REDUCES,
     ROLE,
     ROLES,
@@ -327,10 +328,12 @@ def _as_captured(inputs: Mapping[Any, Any], gm: fx.GraphModule) -> dict[Any, Any
 
 
 def _placed(value: Any, node: fx.Node, rank: int, mesh: Mesh) -> Any:
-    """The part of a value that the node gives on a rank, where axes of operators cut it."""
+    """The part of a value that the node gives on a rank, where axes of operators cut it; its rows in their order."""
     for axis, placement in PLACEMENTS.get(node, {}).items():
         if isinstance(value, torch.Tensor) and is_cut(placement):
             value = ir.take_part(value, *cut_of(placement), *along(mesh, axis, rank))
+    if isinstance(value, torch.Tensor) and (order := ROW_ORDER.get(node)):
+        value = value.reshape(*order, -1).transpose(0, 1).reshape(value.shape)
     return value
 
 

@@ -118,6 +118,10 @@ PLACEMENTS = Attribute[Mapping[str, Any]](
     "placements", Mapping, "how it lies along mesh axes of operators, by axis", _SINGLE - {Change.CHUNKED}
 )
 
+ROW_ORDER = Attribute[tuple[int, int]](
+    "row_order", tuple, "of how many sequences, on how many ranks, its rows are, if those of a rank are together", _PASSED
+)
+
 # Decisions
 RECOMPUTE = Attribute[bool]("recomputed", bool, "whether backward recomputes it, or it is saved", _WHOLE)
 OFFLOADED_BY = Attribute[frozenset[str]](
