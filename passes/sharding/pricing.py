@@ -11,7 +11,9 @@ all ranks, since their time, unlike their memory, is then next to nothing beside
 
 An axis's style (:class:`shardgraph.plans.plan.Plan`) is part of the price. With ``"whole"``, activations between
 sharded products are replicated, so the time of operations between products must not be a reason to shard them: it is
-weighted by :data:`_BETWEEN`, which only breaks ties.
+weighted by :data:`_BETWEEN`, which only breaks ties. In other styles it is weighted by :data:`_DIVIDED`, since a fused
+kernel moves a part of what its operations would alone; that weight was the fastest of 1/16 to 1 by the prices of whole
+programs (``benchmarks/README.md``).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ OPTIMIZER = "adamw"
 """The optimizer whose update is priced on every rank that holds a parameter."""
 
 _BETWEEN = 1 / 16
+_DIVIDED = 1 / 8
 _TIE = 1 / 1024
 
 
@@ -60,6 +63,7 @@ class PlacementPrices:
 
     def __init__(self, costs: Mapping[fx.Node, NodeCost], parts: int, sequence: bool) -> None:
         self.costs, self.parts, self.sequence = costs, parts, sequence
+        self.between = _DIVIDED if sequence else _BETWEEN
         nodes = math.ceil(parts / Cluster.of(CLUSTER).devices_per_node)
         self.prices = Prices(Cluster.of(CLUSTER, nodes=nodes), (("ranks", parts),))
         products = [results(node) for node, cost in costs.items() if cost.kind in FLOP_KINDS]
@@ -75,7 +79,7 @@ class PlacementPrices:
         if before == after:
             return 0.0
         if before == REPLICATE:  # no collective
-            return _BETWEEN * self._traffic(part if is_cut(after) else whole) if whole else math.inf
+            return self.between * self._traffic(part if is_cut(after) else whole) if whole else math.inf
         if before == PARTIAL and after == REPLICATE and self.sequence and value.dim() > 1:
             return self.move(PARTIAL, Shard(0), value) + self.move(Shard(0), REPLICATE, value)
         if before == PARTIAL and after == REPLICATE:
@@ -85,6 +89,11 @@ class PlacementPrices:
         if after == REPLICATE:
             return self.collective("all_gather_into_tensor", part, whole)
         return self.collective("all_to_all_single", part, part) if is_cut(after) else math.inf
+
+    def summed_together(self, gradient: torch.Tensor) -> float:
+        """Seconds to sum a parameter's gradient over the ranks together with those of others: without the latency."""
+        whole = self.grown(gradient)
+        return self.collective("all_reduce", whole, whole) - self.collective("all_reduce", 0, 0)
 
     def operation(self, node: fx.Node, option: Option) -> float:
         """Seconds of an operation under an option, including its lowering's communication."""
@@ -98,7 +107,7 @@ class PlacementPrices:
         reduced = 2 * self.collective("all_reduce", sent, sent) if sent else 0.0
         cost = self.costs[node]
         if cost.kind not in FLOP_KINDS:
-            return reduced + _BETWEEN * self._traffic(moved)
+            return reduced + self.between * self._traffic(moved)
         parts = self.parts if any(is_cut(p) for p in (*option.operands, *option.results)) else 1
         ring = (self.parts - 1) * self.collective("send", passed / self.parts, 0) if passed else 0.0
         return reduced + max(ring, self._product(cost, cost.executed(on_cpu=False) / parts, moved))
@@ -109,7 +118,7 @@ class PlacementPrices:
             return 0.0
         value = node.meta["val"]
         moved = optimizer_cost(OPTIMIZER).moved * self.grown(value) / (self.parts if is_cut(option.results[0]) else 1)
-        return self.steps * self._traffic(moved) * (1 if value.dim() > 1 else _BETWEEN)
+        return self.steps * self._traffic(moved) * (1 if value.dim() > 1 else self.between)
 
     def collective(self, operation: str, read: float, written: float) -> float:
         """Seconds of one collective over the ranks, from a rank's input and output bytes at training size."""

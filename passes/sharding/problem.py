@@ -44,6 +44,7 @@ class OperatorPlacements(Placements):
     ) -> None:
         self._marks, self._sequence = constraints.marks, style != "whole"
         self._weights, self._gradients = _weights(gm), _gradients(gm)
+        self._of_vectors = _of_vectors(gm)
         self._marked = {value_of(mark.args[0]) for mark in constraints.marks}
         self._prices = PlacementPrices(node_costs(gm, fused=False), parts, self._sequence)
         self._steps = 1.0 if style == "context" else self._prices.steps  # the context's parameters are always whole
@@ -88,6 +89,8 @@ class OperatorPlacements(Placements):
         if scattered and not self._sequence and value not in self._marked:
             return math.inf
         steps = self._steps if node in self._gradients else 1.0
+        if before == PARTIAL and after == REPLICATE and node in self._of_vectors:
+            return steps * self._prices.summed_together(results(node)[index])
         return steps * self._prices.move(before, after, results(node)[index])
 
     def ends(self) -> Iterator[tuple[Value, Placement | fx.Node]]:
@@ -154,3 +157,9 @@ def _gradients(gm: fx.GraphModule) -> set[fx.Node]:
             gradients.add(value)
             value = value.all_input_nodes[0] if moves_data(value) else None
     return gradients
+
+
+def _of_vectors(gm: fx.GraphModule) -> set[fx.Node]:
+    """Gradients of parameters of one dimension, whose sums over ranks are started together."""
+    results = [value for role, value in outputs(gm) if isinstance(role, Gradient) and isinstance(role.of, Parameter)]
+    return {value for value in results if isinstance(value, fx.Node) and value.meta["val"].dim() == 1}

@@ -180,7 +180,7 @@ class Typing:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and tuple(fake.shape) != value.shape:
             raise UntypedError(f"it is {list(fake.shape)}, and {list(value.shape)} would be right")
-        return _placed(settled(value), original, node.target in MOVES)
+        return _placed(settled(value), original)
 
 
 def _placed_as(original: fx.Node | None, node: fx.Node, operands: dict[fx.Node, Typed]) -> dict[fx.Node, Typed]:
@@ -191,11 +191,9 @@ def _placed_as(original: fx.Node | None, node: fx.Node, operands: dict[fx.Node, 
     return {each: _placed(value, whole) for (each, value), whole in pairs}
 
 
-def _placed(value: Typed, original: fx.Node | None, moves: bool = False) -> Typed:
+def _placed(value: Typed, original: fx.Node | None) -> Typed:
     """The same elements, with ranks' coordinates where they make the dimensions those of the captured value."""
     if not isinstance(value, Held) or not value.marks:
-        return value
-    if original is None and moves:
         return value
     fake = None if original is None else original.meta.get("val")
     if not isinstance(fake, torch.Tensor) or fake.dim() != len(value.dims):
