@@ -17,8 +17,8 @@ from shardgraph.ir.attributes import (
     EQUALS,
     PART_OF,
     PLACEMENTS,
-    ROW_ORDER,
     RECOMPUTE,
+    ROW_ORDER,
     Attribute,
     Change,
     Labels,
@@ -29,8 +29,8 @@ from shardgraph.ir.attributes import (
 from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.builder import Builder
 from shardgraph.passes.chunking.region import NotByRowsError, Region, pieces
-from shardgraph.passes.sharding.by_rows import SUMMED, TURNED, WHOLE, Form
 from shardgraph.passes.partition.split import forward_nodes
+from shardgraph.passes.sharding.by_rows import SUMMED, TURNED, WHOLE, Form
 from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import operands, results
 

@@ -10,7 +10,6 @@ with costs between neighbours (J. Kleinberg and É. Tardos, "Algorithm Design", 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +30,7 @@ from shardgraph.passes.sharding.legal import Value, value_of
 from shardgraph.passes.sharding.options import is_operation, operands
 
 aten = torch.ops.aten
+
 
 class _Order(NamedTuple):
     """Rows of ``sequences``, of which each of ``parts`` ranks has a ``run``; gathered, those of a rank are together."""
@@ -128,7 +128,9 @@ class _Ordering:
         by_ranks = self._by_ranks()
         moved: dict[fx.Node, list[fx.Node]] = {}
         for value in self.gm.graph.nodes:
-            readers = [each for each, by in self._readers(value) if (by in by_ranks) != (self._maker(value) in by_ranks)]
+            readers = [
+                each for each, by in self._readers(value) if (by in by_ranks) != (self._maker(value) in by_ranks)
+            ]
             if readers:
                 moved[value] = readers
         for value, readers in reversed(moved.items()):  # what is read of a copy before the copy itself goes
@@ -168,7 +170,9 @@ class _Ordering:
                 continue
             elif is_operation(node) and (form := form_of(node, self.rows, [layouts.get(each) for each in sources])):
                 forms[node] = form
-                layouts |= {(node, at): layout for at, layout in enumerate(form.results) if layout not in (WHOLE, SUMMED)}
+                layouts |= {
+                    (node, at): layout for at, layout in enumerate(form.results) if layout not in (WHOLE, SUMMED)
+                }
         return forms, layouts
 
     def _maker(self, value: fx.Node) -> fx.Node | None:
@@ -204,7 +208,7 @@ class _Ordering:
 
     def _links(self) -> nx.DiGraph:
         """Operations, linked by the bytes that are copied if one is in the order of the batch and the next is not."""
-        links = nx.DiGraph()
+        links: nx.DiGraph = nx.DiGraph()
         links.add_nodes_from((_BATCH, _RANKS))
 
         def link(first: Hashable, second: Hashable, nbytes: float = math.inf) -> None:
@@ -248,7 +252,10 @@ class _Ordering:
         last_input = next(reversed([node for node in self.gm.graph.nodes if node.op == "placeholder"]), None)
         after = last_input if value.op == "placeholder" and last_input is not None else value
         name = captured_name(value)
-        labels = carried(Change.REWRITTEN, value) | {MADE_BY: OrderRows.name, RECOMPUTE: True}  # rather than saved twice
+        labels = carried(Change.REWRITTEN, value) | {
+            MADE_BY: OrderRows.name,
+            RECOMPUTE: True,
+        }  # rather than saved twice
         build = Builder(self.gm.graph, self.values, labels, after=after)
         sequences, parts, run = self.order
         outer = (sequences, parts) if to_ranks else (parts, sequences)

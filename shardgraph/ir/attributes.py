@@ -119,7 +119,10 @@ PLACEMENTS = Attribute[Mapping[str, Any]](
 )
 
 ROW_ORDER = Attribute[tuple[int, int]](
-    "row_order", tuple, "of how many sequences, on how many ranks, its rows are, if those of a rank are together", _PASSED
+    "row_order",
+    tuple,
+    "of how many sequences, on how many ranks, its rows are, if those of a rank are together",
+    _PASSED,
 )
 
 # Decisions

@@ -29,7 +29,7 @@ from shardgraph.proof.moves import expand, unsqueeze
 from shardgraph.proof.reordered import reorderings
 from shardgraph.proof.rules import RULES, pointwise
 from shardgraph.proof.shards import unpadded
-from shardgraph.proof.terms import Atom, Dims, Terms, View, joined, regrouped, repeated, whole
+from shardgraph.proof.terms import Dims, Terms, View, joined, regrouped, repeated, whole
 
 
 class Typing(Protocol):
@@ -144,10 +144,10 @@ def added(typing: HasTerms, one: Held, other: Held) -> Held:
         raise UntypedError("one is summed over batches and the other is not")
     rank = max(len(one.dims), len(other.dims))
     one, other = aligned([each.with_dims([*[()] * (rank - len(each.dims)), *each.dims]) for each in (one, other)])
-    labels = [f"d{k}" if _undivided(one.dims[k]) and _undivided(other.dims[k]) else None for k in range(rank)]
-    orders = reorderings([one.view, other.view], [labels, labels], [labels])
+    labels = [f"d{k}" for k in range(rank)]
+    orders = reorderings([one, other], [labels, labels], [labels])
     for order in orders:
-        one, other = (each.with_dims(order.of(each.dims, labels)) for each in (one, other))
+        one, other = order.of(one, labels), order.of(other, labels)
     both = _shared(one, other)
     sizes = both.view.shape
     summands = collected(typing.terms, [*addends(one, sizes), *addends(other, sizes)])
@@ -158,11 +158,6 @@ def added(typing: HasTerms, one: Held, other: Held) -> Held:
     result = replace(both, term=total.term, factor=total.factor, dims=dims)
     check_summands(result, {*both.marks, *both.batches})
     return result
-
-
-def _undivided(dim: Sequence[Atom]) -> bool:
-    """Whether each rank has all elements along a dimension."""
-    return all(kind == "own" for kind, _, _ in patterns(dim))
 
 
 def _is_zero(held: Held) -> bool:

@@ -90,16 +90,14 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     """
     again = _repeated_along(tensors, rule)
     tensors = [_once(lifted(terms, each), own, again) for each, own in zip(tensors, rule.operands, strict=True)]
+    orders = reorderings(tensors, rule.operands, rule.results)
+    for order in orders:
+        tensors = [order.of(each, labels) for each, labels in zip(tensors, rule.operands, strict=True)]
     pattern = _patterns(tensors, rule) | rule.divisions
     factor, tensors = _pulled(tensors, rule)
     _same_batches(tensors, pattern)
     _check_axes(tensors, {label: own for label, own in pattern.items() if _kept(label, rule)})
     operands = [_whole(each, labels, pattern) for each, labels in zip(tensors, rule.operands, strict=True)]
-    free = [[_if_free(label, pattern) for label in labels] for labels in (*rule.operands, *rule.results)]
-    orders = reorderings(operands, free[: len(operands)], free[len(operands) :])
-    for order in orders:
-        pairs = zip(operands, rule.operands, strict=True)
-        operands = [replace(each, dims=order.of(each.dims, labels)) for each, labels in pairs]
     results = []
     for index, labels in enumerate(rule.results):
         if not rule.divisions:
@@ -109,11 +107,11 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
         sizes = [_size(pattern, label) for label in labels]
         view = result(terms, Whole(operation, index, operands, constants, rule, sizes))
         own = [(("own", size, None),) for size in sizes]
-        dims = tuple(divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels))
+        dims = [divided(k, pattern.get(label, own[k])) for k, label in enumerate(labels)]
+        seen = through(dims, view.dims)
         for order in orders:
-            dims = order.back(dims, labels)
-        seen = zip(labels, through(dims, view.dims), strict=True)
-        wide = [repeated(again[label]) if label in again else dim for label, dim in seen]
+            seen = order.back(seen, labels)
+        wide = [repeated(again[label]) if label in again else dim for label, dim in zip(labels, seen, strict=True)]
         made = Held(view.term, factor * view.factor, tuple(wide), partial, summed)
         _check_batches(made)
         check_summands(made, {axis for dim in dims for atom in dim if (axis := atom.axis) is not None})
@@ -146,12 +144,6 @@ def _whole(held: Held, labels: Sequence[Label], pattern: Mapping[Any, Pattern]) 
         for label, dim in zip(labels, view.dims, strict=True)
     ]
     return replace(view, dims=tuple(dims))
-
-
-def _if_free(label: Label, pattern: Mapping[Any, Pattern]) -> Label:
-    """A label along which each rank has all elements, which may then be in any order; None for others."""
-    own = pattern.get(label, (("batch", 1, None),))
-    return label if isinstance(label, str) and all(kind == "own" for kind, _, _ in own) else None
 
 
 def _repeats(dim: Sequence[Atom]) -> bool:
