@@ -26,7 +26,7 @@ from shardgraph.ir.fake_values import Propagation
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder, can_view
 from shardgraph.passes.sharding.by_rows import SUMMED, TURNED, WHOLE, Form, form_of, leading
-from shardgraph.passes.sharding.legal import Value, value_of
+from shardgraph.passes.sharding.legal import Value, draws, value_of
 from shardgraph.passes.sharding.options import is_operation, operands
 
 aten = torch.ops.aten
@@ -68,6 +68,11 @@ class _Copy:
         return self.permuted.all_input_nodes[0]
 
     @property
+    def width(self) -> int:
+        """The elements of a row; 1 if it is columns that are gathered, or scattered."""
+        return int(self.source.meta["val"].shape[-1])
+
+    @property
     def order(self) -> _Order:
         """The order that it is to or from."""
         first, second, run, _ = self.source.meta["val"].shape
@@ -86,7 +91,7 @@ class OrderRows(Pass):
     excludes = frozenset({"split"})
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        for order in sorted({copy.order for copy in _copies(gm)}):
+        for order in sorted({copy.order for copy in _copies(gm) if copy.width > 1}):
             if order.ends_together:
                 _Ordering(gm, order, context.values).run()
 
@@ -94,7 +99,8 @@ class OrderRows(Pass):
 def _copies(gm: fx.GraphModule) -> Iterator[_Copy]:
     for node in gm.graph.find_nodes(op="call_function", target=aten.clone.default):
         (permuted,) = node.all_input_nodes
-        if permuted.target is aten.permute.default and list(permuted.args[1]) == [1, 0, 2, 3]:
+        alone = len(permuted.users) == 1
+        if permuted.target is aten.permute.default and list(permuted.args[1]) == [1, 0, 2, 3] and alone:
             gathered = ir.is_wait(_unviewed(permuted.all_input_nodes[0]))
             if gathered or any(ir.is_collective(user) for user in _seen_by(node)):
                 yield _Copy(node, gathered)
@@ -137,14 +143,16 @@ class _Ordering:
             self._move(value, readers, self._maker(value) not in by_ranks)
         for copy in self.copies:
             if copy.node in by_ranks:
-                build = Builder(self.gm.graph, self.values, carried(Change.REWRITTEN, copy.node), after=copy.node)
-                copy.node.replace_all_uses_with(build.view(copy.source, copy.node.meta["val"].shape))
-                permuted = copy.permuted
-                self.gm.graph.erase_node(copy.node)
-                self.gm.graph.erase_node(permuted)
+                self._leave_out(copy)
         for value in self.gm.graph.nodes:
             if self._maker(value) in by_ranks:
                 self._mark(value)
+
+    def _leave_out(self, copy: _Copy) -> None:
+        build = Builder(self.gm.graph, self.values, carried(Change.REWRITTEN, copy.node), after=copy.node)
+        copy.node.replace_all_uses_with(build.view(copy.source, copy.node.meta["val"].shape))
+        for node in (copy.node, copy.permuted):
+            self.gm.graph.erase_node(node)
 
     def _mark(self, value: fx.Node) -> None:
         """Record that rows are in the order of the ranks; a matrix in which they are columns is compared with none."""
@@ -168,12 +176,18 @@ class _Ordering:
                 layouts[node, 0] = 3
             elif node in taken:
                 continue
-            elif is_operation(node) and (form := form_of(node, self.rows, [layouts.get(each) for each in sources])):
+            elif is_operation(node) and (form := self._form(node, [layouts.get(each) for each in sources])):
                 forms[node] = form
                 layouts |= {
                     (node, at): layout for at, layout in enumerate(form.results) if layout not in (WHOLE, SUMMED)
                 }
         return forms, layouts
+
+    def _form(self, node: fx.Node, known: Sequence[int | None]) -> Form | None:
+        """How an operation does the same for every row; None if it does not, or if it draws random numbers."""
+        form = None if draws(node) else form_of(node, self.rows, known)
+        read = set() if form is None else set(zip(operands(node), form.inputs, strict=True))
+        return form if len(read) == len({operand for operand, _ in read}) else None  # else one is read in two ways
 
     def _maker(self, value: fx.Node) -> fx.Node | None:
         """The operation that decides how a value's rows are ordered; None: they are in the order of the batch."""
@@ -220,19 +234,22 @@ class _Ordering:
             readers = {by or _BATCH for _, by in self._readers(value)} - {maker}
             if not readers:
                 continue
-            nbytes = math.inf if self.layouts.get(value_of(value)) == TURNED else self._copied(value)
-            if all(map(_makes_contiguous, value.users)):
-                nbytes = 0  # they copy it anyway
             # One copy serves all readers that want the other order.
             to_ranks, to_batch = (value, _RANKS), (value, _BATCH)
-            link(maker, to_ranks, nbytes)
-            link(to_batch, maker, nbytes)
+            link(maker, to_ranks, self._price(value))
+            link(to_batch, maker, self._price(value))
             for reader in readers:
                 link(to_ranks, reader)
                 link(reader, to_batch)
         for copy in self.copies:
             link(copy.node, _RANKS, self._copied(copy.node))
         return links
+
+    def _price(self, value: fx.Node) -> float:
+        """The bytes of a copy of a value in the other order; infinite where its rows are columns."""
+        if self.layouts.get(value_of(value)) == TURNED:
+            return math.inf
+        return 0 if all(map(_makes_contiguous, value.users)) else self._copied(value)  # all its users copy it anyway
 
     @cached_property
     def _of_backward(self) -> set[fx.Node]:
@@ -248,14 +265,11 @@ class _Ordering:
         return int(value.meta["val"].nbytes * (2 if twice else 1))
 
     def _move(self, value: fx.Node, readers: Sequence[fx.Node], to_ranks: bool) -> None:
-        """Have ``readers`` read a copy of the value with its rows in the other order."""
+        """Have ``readers`` read a copy of the value with its rows in the other order; it is not saved for backward."""
         last_input = next(reversed([node for node in self.gm.graph.nodes if node.op == "placeholder"]), None)
         after = last_input if value.op == "placeholder" and last_input is not None else value
         name = captured_name(value)
-        labels = carried(Change.REWRITTEN, value) | {
-            MADE_BY: OrderRows.name,
-            RECOMPUTE: True,
-        }  # rather than saved twice
+        labels = carried(Change.REWRITTEN, value) | {MADE_BY: OrderRows.name, RECOMPUTE: True}
         build = Builder(self.gm.graph, self.values, labels, after=after)
         sequences, parts, run = self.order
         outer = (sequences, parts) if to_ranks else (parts, sequences)
