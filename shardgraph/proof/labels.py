@@ -90,7 +90,8 @@ def apply(terms: Terms, operation: Any, tensors: Sequence[Held], constants: Any,
     """
     again = _repeated_along(tensors, rule)
     tensors = [_once(lifted(terms, each), own, again) for each, own in zip(tensors, rule.operands, strict=True)]
-    orders = reorderings(tensors, rule.operands, rule.results)
+    # Where a result is put together of operands, their elements have places in it.
+    orders = [] if rule.divisions else reorderings(tensors, rule.operands, rule.results)
     for order in orders:
         tensors = [order.of(each, labels) for each, labels in zip(tensors, rule.operands, strict=True)]
     pattern = _patterns(tensors, rule) | rule.divisions
