@@ -266,8 +266,7 @@ class _Ordering:
 
     def _move(self, value: fx.Node, readers: Sequence[fx.Node], to_ranks: bool) -> None:
         """Have ``readers`` read a copy of the value with its rows in the other order; it is not saved for backward."""
-        last_input = next(reversed([node for node in self.gm.graph.nodes if node.op == "placeholder"]), None)
-        after = last_input if value.op == "placeholder" and last_input is not None else value
+        after = list(placeholders(self.gm).values())[-1] if value.op == "placeholder" else value
         name = captured_name(value)
         labels = carried(Change.REWRITTEN, value) | {MADE_BY: OrderRows.name, RECOMPUTE: True}
         build = Builder(self.gm.graph, self.values, labels, after=after)

@@ -12,7 +12,7 @@ all ranks, since their time, unlike their memory, is then next to nothing beside
 An axis's style (:class:`shardgraph.plans.plan.Plan`) is part of the price. With ``"whole"``, activations between
 sharded products are replicated, so the time of operations between products must not be a reason to shard them: it is
 weighted by :data:`_BETWEEN`, which only breaks ties. In other styles it is weighted by :data:`_DIVIDED`, since a fused
-kernel moves a part of what its operations would alone; that weight was the fastest of 1/16 to 1 by the prices of whole
+kernel moves a part of what its operations would alone; that weight was chosen among 1/16 to 1 by the prices of whole
 programs (``benchmarks/README.md``).
 """
 

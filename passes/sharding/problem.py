@@ -161,5 +161,5 @@ def _gradients(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _of_vectors(gm: fx.GraphModule) -> set[fx.Node]:
     """Gradients of parameters of one dimension, whose sums over ranks are started together."""
-    results = [value for role, value in outputs(gm) if isinstance(role, Gradient) and isinstance(role.of, Parameter)]
-    return {value for value in results if isinstance(value, fx.Node) and value.meta["val"].dim() == 1}
+    gradients = [value for role, value in outputs(gm) if isinstance(role, Gradient) and isinstance(role.of, Parameter)]
+    return {value for value in gradients if isinstance(value, fx.Node) and value.meta["val"].dim() == 1}

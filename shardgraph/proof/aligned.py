@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardgraph.proof.held import Held, patterns
+from shardgraph.proof.terms import seams
 
 
 def aligned(tensors: Sequence[Held]) -> list[Held]:
@@ -28,7 +29,7 @@ def aligned(tensors: Sequence[Held]) -> list[Held]:
 
 def _seams(tensors: Sequence[Held]) -> int:
     """How often whole dimensions consist of digits of different ones; where terms are as they were made, never."""
-    return sum(max(len(dim) - 1, 0) for each in tensors for dim in each.view.dims)
+    return sum(seams(each.view.dims) for each in tensors)
 
 
 def _place(held: Held, axis: str) -> int | None:

@@ -14,7 +14,7 @@ from shardgraph.proof.aligned import aligned
 from shardgraph.proof.arranged import unarranged
 from shardgraph.proof.held import Held, MixedError, UntypedError, divided, of_term, patterns, through, whole_size
 from shardgraph.proof.reordered import reorderings
-from shardgraph.proof.terms import Atom, Terms, View, repeated
+from shardgraph.proof.terms import Terms, View, repeated, repeats
 
 Label = str | int | None
 """None: a dimension that the operation needs whole. A number: one of a result that has this size on every rank."""
@@ -126,7 +126,7 @@ def _repeated_along(tensors: Sequence[Held], rule: Rule) -> dict[Label, int]:
     varying: set[Label] = {None, *rule.reduced}
     for tensor, labels in zip(tensors, rule.operands, strict=True):
         for dim, label, size in zip(tensor.dims, labels, tensor.shape, strict=True):
-            if _repeats(dim):
+            if repeats(dim):
                 sizes[label] = max(size, sizes.get(label, 1))
             else:
                 varying.add(label)
@@ -141,14 +141,10 @@ def _whole(held: Held, labels: Sequence[Label], pattern: Mapping[Any, Pattern]) 
     """The whole operand; one that repeats along a dimension repeats as often as the others have elements there."""
     view = unarranged(held.view)
     dims = [
-        repeated(whole_size(pattern[label])) if label is not None and _repeats(dim) else dim
+        repeated(whole_size(pattern[label])) if label is not None and repeats(dim) else dim
         for label, dim in zip(labels, view.dims, strict=True)
     ]
     return replace(view, dims=tuple(dims))
-
-
-def _repeats(dim: Sequence[Atom]) -> bool:
-    return all(atom.source is None for atom in dim)
 
 
 def elementwise(
@@ -182,7 +178,7 @@ def _patterns(tensors: Sequence[Held], rule: Rule) -> dict[Any, Pattern]:
             if label is None:
                 if any(kind != "own" for kind, _, _ in pattern):
                     raise MixedError(f"a dimension that the operation needs whole is divided: {_written(pattern)}")
-            elif _repeats(dim):
+            elif repeats(dim):
                 loose[label] = whole_size(pattern)
             elif found.setdefault(label, pattern) != pattern:
                 raise UntypedError(f"operands are divided unlike: {_written(found[label])} and {_written(pattern)}")

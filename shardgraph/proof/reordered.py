@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from shardgraph.proof.held import Held, UntypedError
-from shardgraph.proof.terms import Atom, Dims, joined, regrouped, repeated
+from shardgraph.proof.terms import Atom, Dims, joined, regrouped, repeated, repeats, seams
 
 Labels = Sequence[Any]
 
@@ -54,16 +54,16 @@ class Reordering:
             return dims
         first = list(labels).index(self.labels[0])
         own = dims[first : first + len(self.labels)]
-        wide = [repeated(size) if _repeats(dim) else dim for dim, size in zip(own, self.lengths, strict=True)]
+        wide = [repeated(size) if repeats(dim) else dim for dim, size in zip(own, self.lengths, strict=True)]
         digits = regrouped(_atoms(wide), sizes)
         moved = digits and regrouped(joined(_atoms(digits[number] for number in order)), self.lengths)
         if (
             not moved
             or _coordinates(moved) != _coordinates(own)
-            or any(_repeats(a) != _repeats(b) for a, b in zip(moved, own, strict=True))
+            or any(repeats(a) != repeats(b) for a, b in zip(moved, own, strict=True))
         ):
             raise UntypedError("elements that ranks share are in another order than those of other operands")
-        made = [before if _repeats(before) else after for before, after in zip(own, moved, strict=True)]
+        made = [before if repeats(before) else after for before, after in zip(own, moved, strict=True)]
         return (*dims[:first], *made, *dims[first + len(own) :])
 
 
@@ -72,6 +72,8 @@ def reorderings(
 ) -> list[Reordering]:
     """The orders in which operands have fewer digits than as they are; the operation needs whole what has no label."""
     found: list[Reordering] = []
+    if not any(seams(held.view.dims) for held in tensors):  # as of nearly all operations
+        return found
     for run in _runs(tensors, of_operands, of_results):
         for held, labels in zip(tensors, of_operands, strict=True):
             if run[0] in labels and (better := _better(run, held, labels)):
@@ -90,7 +92,7 @@ def _better(run: tuple[str, ...], held: Held, labels: Labels) -> Reordering | No
     order = sorted(range(len(atoms)), key=lambda number: (atoms[number].source, -atoms[number].stride))
     lengths = [math.prod(atom.size for atom in dim) for dim in whole.dims[first : first + len(run)]]
     made = Reordering(run, tuple(lengths), tuple(atom.size for atom in atoms), tuple(order))
-    fewer = made.fits(whole, labels) and _seams(made.of(whole, labels).dims) < _seams(whole.dims)
+    fewer = made.fits(whole, labels) and seams(made.of(whole, labels).dims) < seams(whole.dims)
     return made if fewer else None
 
 
@@ -123,15 +125,6 @@ def _side_by_side(run: Sequence[str], labels: Labels) -> bool:
 
 def _atoms(dims: Iterable[Iterable[Atom]]) -> list[Atom]:
     return [atom for dim in dims for atom in dim]
-
-
-def _repeats(dim: Sequence[Atom]) -> bool:
-    return all(atom.source is None for atom in dim)
-
-
-def _seams(dims: Dims) -> int:
-    """How often a dimension consists of digits that are not one."""
-    return sum(max(len(dim) - 1, 0) for dim in dims)
 
 
 def _coordinates(dims: Dims) -> list[Atom]:

@@ -146,6 +146,16 @@ def repeated(size: int) -> tuple[Atom, ...]:
     return () if size == 1 else (Atom(None, 1, size),)
 
 
+def repeats(dim: Sequence[Atom]) -> bool:
+    """Whether elements repeat along a dimension, or there is one."""
+    return all(atom.source is None for atom in dim)
+
+
+def seams(dims: Dims) -> int:
+    """How often a dimension consists of digits that are not one."""
+    return sum(max(len(dim) - 1, 0) for dim in dims)
+
+
 def joined(atoms: Iterable[Atom]) -> tuple[Atom, ...]:
     """The atoms of one dimension, with neighbours that are one digit together as one."""
     result: list[Atom] = []
