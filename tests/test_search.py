@@ -188,7 +188,7 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
     shards = [Layout(replicate=64 // shard, shard=shard, batch=8) for shard in (2, 4, 8, 16, 32)]
     smaller, slow = Layout(shard=64, batch=8, recompute="full"), Layout(shard=16, tp=4, batch=8)
     estimated = [(layout, Estimate(1.0, 110, 1.0)) for layout in shards]
-    estimated += [(smaller, Estimate(1.2, 50, 1.2)), (slow, Estimate(3.0, 90, 3.0))]
+    estimated += [(smaller, Estimate(1.2, 90, 1.2)), (slow, Estimate(3.0, 90, 3.0))]
     monkeypatch.setattr(auto, "price", exactly)
     finals = auto.Finals(source, Estimates(source, budget, pipelines=False), budget)
     finals.bound(estimated)
@@ -198,6 +198,19 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
     finals.price_all([slow])
     finals.price_best(sorted(estimated, key=per_sample))
     assert asked == [slow, shards[0], smaller]
+
+
+def test_what_surely_fits_bounds_the_search_without_a_price():
+    """However wrong estimates may be; and what divides operators, whose placements would have to be found, has none."""
+    with torch.device("meta"):
+        model, x = Deep(12), torch.zeros(8, 32)
+    source = source_of(64, Cluster.of("H100", nodes=8), model, (x,)).of_few_layers
+    finals = auto.Finals(source, Estimates(source, 100, pipelines=False), 100)
+    small, barely = Layout(shard=64, batch=8), Layout(shard=16, tp=4, batch=8)
+    bound = finals.bound([(small, Estimate(64.0, 70, 64.0)), (barely, Estimate(1.0, 99, 1.0))])
+    assert 1.0 < bound / per_sample((small, Estimate(64.0, 70, 64.0))) < 1.1
+    assert finals.bound([(barely, Estimate(1.0, 99, 1.0))]) == math.inf
+    assert not finals.layouts
 
 
 @pytest.mark.slow
@@ -560,9 +573,9 @@ def test_no_other_number_of_layers_that_take_less_memory_is_faster(way):
 class Wordy(nn.Module):
     """Equal layers, and a loss over so many words that its scores are most of the memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
         self.head = nn.Linear(32, 2**16, bias=False)
 
     def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -577,6 +590,16 @@ def test_the_loss_of_a_deep_model_is_in_chunks_where_nothing_else_fits():
     plan = shardgraph.plan(model, call, cluster=toy_cluster(1, 2, memory=400 * 2**20))
     assert plan.loss_chunk is not None and plan.considered[0].memory <= 400 * 2**20
     assert "loss in chunks" in plan.explain()
+
+
+@pytest.mark.parametrize("budget, may_do", [(400 * 2**20, True), (2**20, False)])
+def test_chunks_of_a_loss_have_estimates_only_if_memory_suffices_without_it(budget, may_do):
+    """So many layers are not treated one by one, which would make room as well."""
+    with torch.device("meta"):
+        model, call = Wordy(48), (torch.zeros(8, 256, 32), torch.zeros(8, 256, dtype=torch.long))
+    machine = toy_cluster(1, 2)
+    estimates = Estimates(source_of(2, machine, model, call).of_few_layers, budget, pipelines=False)
+    assert any(layout.chunked for layout, _ in estimates.all(2, machine, Batches(8))) == may_do
 
 
 class Returning(Wordy):

@@ -232,15 +232,22 @@ class Finals:
             self._price(fitting[0][0], whole=True)
 
     def bound(self, estimated: Sequence[Estimated]) -> float:
-        """Seconds per sample of an estimate beyond which no layout is the fastest, since one of these that fits is
-        not as slow; infinite if none of the first few is priced so. Stages take longer to price than this saves."""
-        fitting = (pair for pair in estimated if pair[0].stages == 1 and pair[1].memory <= self._budget)
+        """Seconds per sample of an estimate beyond which no layout is the fastest, since one of these that fits is not
+        as slow; infinite if none is known to fit.
+
+        The first few are priced exactly where that takes less time than the estimates which it saves: not those with
+        stages, nor with divided operators, whose placements are still to be found. What fits even if estimates are as
+        wrong as they may be needs no price.
+        """
+        surely = min((per_sample(pair) for pair in estimated if self._surely_fits(pair[1])), default=math.inf)
+        simple = (pair for pair in estimated if pair[0].stages == pair[0].degree == 1)
+        fitting = (pair for pair in simple if pair[1].memory <= self._budget and not self._surely_fits(pair[1]))
         for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
-            if self._best is not None or self._limit.over:
+            if self._best is not None or self._limit.over or per_sample((layout, guess)) > surely:
                 break
             self._guesses[layout] = guess
             self._price(layout)
-        return math.inf if (best := self._best) is None else best.per_sample * self._doubt
+        return min(surely * self._doubt**2, self.fastest * self._doubt)
 
     def finish(self, estimated: Sequence[Estimated]) -> None:
         """Price the best plan with buckets for the cluster; if none fits, what is estimated to take least."""
@@ -344,6 +351,9 @@ class Finals:
         fastest, the budget may have the program divide all."""
         divided = 1 if self._deep else layout.degree
         return guess.memory / divided <= self._budget * _MEMORY_DOUBT
+
+    def _surely_fits(self, guess: Estimate) -> bool:
+        return guess.memory * _MEMORY_DOUBT <= self._budget
 
     def _is_slower(self, layout: Layout, guess: Estimate, best: Priced) -> bool:
         """Whether a layout, and all with larger estimates, take longer than the best; or there is no time left."""

@@ -101,7 +101,7 @@ class CostTable:
     def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
         """The costs with scores in chunks, which changes those of ranks that divide the model by their share; with
         stages those of a step that returns its loss alone. Chunks have one size, whatever the batch."""
-        undivided = Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
+        undivided = self._undivided(layout)
         table, scores = self._of_step if layout.stages > 1 else self, self.scores(layout)
         measured = next((nbytes for nbytes in chunks_of(scores) if nbytes <= layout.chunked), 0)
         whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=measured))
@@ -113,6 +113,19 @@ class CostTable:
             of_batch = layout.chunked * costs.batch / layout.batch
             freed *= max(0.0, scores - of_batch) / (scores - measured)
         return replace(costs, tail=tail, working=max(0.0, costs.working - freed))
+
+    def without_loss(self, layout: Layout) -> LayerCosts | None:
+        """The costs of a layout as if the loss took no room: in chunks of any size it takes no less."""
+        costs = self.of(layout)
+        whole = self._priced(self._undivided(layout))
+        if costs is None or whole is None:
+            return None
+        tail = costs.tail.plus(whole.tail, -1 / layout.degree).positive
+        return replace(costs, tail=tail, working=max(0.0, costs.working - whole.working / layout.degree))
+
+    def _undivided(self, layout: Layout) -> Layout:
+        """A layout of which ranks divide nothing, for what its loss costs."""
+        return Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
 
     def scores(self, layout: Layout) -> int:
         """Bytes of scores of the call's loss that can be computed in chunks under a layout."""

@@ -251,11 +251,27 @@ class Estimates:
         found: list[Estimated] = []
         while large and self._may_be_in_chunks:
             best = _WORTHWHILE * self._best_of([*estimated, *found])
-            faster = (self._in_less(pair[0]) for pair in large if per_sample(pair) < best)
-            chunked = list(self._guesses(filter(None, faster), machine))
+            faster = (layout for layout, guess in large if per_sample((layout, guess)) < best)
+            possible = (self._in_less(layout) for layout in faster if self._fits_in_chunks(layout, machine))
+            chunked = list(self._guesses(filter(None, possible), machine))
             found += chunked
             large = [pair for pair in chunked if pair[1].memory > self._budget]
         return found
+
+    def _fits_in_chunks(self, layout: Layout, machine: Cluster) -> bool:
+        """Whether a layout that does not fit may do so with its loss in chunks, alone or with something else that does
+        not fit without chunks either."""
+        if self._may_be_mixed:
+            return True
+        ways = [replace(layout, recompute="full") if layout.recompute == "budget" else layout]
+        if self._may_offload(machine) and layout.stages == 1:
+            ways.append(replace(ways[0], away=self._layers))
+        for way in ways:
+            costs, guess = self._costs.without_loss(way), self.again(way, machine)
+            if costs is not None and guess is not None and guess.memory > self._budget:
+                if estimate(way, costs, machine, self._question.optimizer).memory <= self._budget:
+                    return True
+        return False
 
     def _in_less(self, layout: Layout) -> Layout | None:
         """The layout with its loss in the largest chunks that are smaller than now."""
@@ -277,7 +293,7 @@ class Estimates:
         kept gathered, and the others are not, where those that treat all alike are slower or do not fit."""
         best = _WORTHWHILE * self._best_of(estimated)
         seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
-        if seeds and self._stack is not None and self._stack.layers > FEW:
+        if seeds and not self._may_be_mixed:
             self.remarks[
                 f"the {self._layers} equal layers are treated alike: where they are not, all of them are priced one by "
                 f"one, which is done for up to {FEW}; annotations of some (recompute(), keep_gathered()) hold in every "
@@ -288,6 +304,11 @@ class Estimates:
         fitting = (layout for layout in mixed if layout is not None and layout.mixed)
         found = self._guesses((layout for layout in fitting if self._fits_host(layout, machine)), machine)
         return [pair for pair in found if per_sample(pair) < best]
+
+    @property
+    def _may_be_mixed(self) -> bool:
+        """Whether layouts are priced whose layers are not treated alike."""
+        return self._stack is None or self._stack.layers <= FEW
 
     def _seeds(self, pair: Estimated, best: float, machine: Cluster) -> Iterator[Layout]:
         """Layouts with one layer that is treated otherwise than in this one, if enough of them may bring less than
