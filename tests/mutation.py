@@ -156,6 +156,7 @@ CASES = [
     _case("attention", "cp", "ring", rows=2, cp=3),
     _case("grouped-heads", "ddp", "heads", rows=4, dp=2),
     _case("perceptrons", "tp+sp", "rows", rows=4, tp=2),
+    _case("layer", "cp+tp+sp", rows=2, cp=2, tp=2),
 ]  # fmt: skip
 
 
@@ -248,7 +249,23 @@ class Perceptrons(nn.Module):
         return x + self.downs[1](self.weights * self.ups[1](self.norms[1](x)).tanh())
 
 
+class Layer(nn.Module):
+    """Causal attention between two residual additions; then positions differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.weights: torch.Tensor
+        self.register_buffer("weights", torch.arange(1.0, 9.0).sqrt().unsqueeze(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(_attended(self.first(self.norm(x)), is_causal=True))
+        return x + (self.weights * x).sin()
+
+
 def _made(case: Case) -> Any:
+    if case.model == "layer":
+        return Layer(), ((torch.randn(case.rows, 8, 32),), {})
     if case.model == "perceptrons":
         return Perceptrons(), ((torch.randn(case.rows, 8, 32),), {})
     if case.model == "grouped-heads":

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor.placement_types import Placement
 
+from shardgraph import ir
 from shardgraph.passes.sharding.options import Operation, results
 from shardgraph.passes.sharding.placements import REPLICATE, blocks, cut_of, through_view
 from shardgraph.plans.annotations.constrain import CONSTRAIN
@@ -96,6 +97,25 @@ def _whole(operation: Operation, cut: Placement) -> Placement | None:
     return blocks(dim, count * pieces) if pieces else None
 
 
+def _split_by(operation: Operation, dim: int) -> tuple[int, int]:
+    """Of a dimension of which another axis' ranks have parts: in how many blocks, and of how many ranks; else 1, 1."""
+    _, taken, count, *_ = operation.node.args
+    return (count, _operand(operation)[dim] // operation.result[dim]) if dim == taken else (1, 1)
+
+
+def _part_down(operation: Operation, cut: Placement) -> Placement | None:
+    """A part consists of whole blocks of the operand's sharding."""
+    dim, count = cut_of(cut)
+    taken, ranks = _split_by(operation, dim)
+    return blocks(dim, count // ranks) if count % (taken * ranks) == 0 else None
+
+
+def _part_up(operation: Operation, cut: Placement) -> Placement | None:
+    dim, count = cut_of(cut)
+    taken, ranks = _split_by(operation, dim)
+    return blocks(dim, count * ranks) if count % taken == 0 else None
+
+
 _VIEW = Layout(
     down=lambda operation, cut: through_view(cut, _operand(operation), operation.result, operation.parts),
     up=lambda operation, cut: through_view(cut, operation.result, _operand(operation), operation.parts),
@@ -113,4 +133,5 @@ LAYOUTS: dict[Any, Layout] = {
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), Layout(_piece, _whole)),
     aten.expand.default: Layout(_expand_down, _expand_up),
     aten.cat.default: Layout(_whole, _piece),
+    ir.local_part: Layout(_part_down, _part_up),
 }

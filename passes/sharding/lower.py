@@ -15,7 +15,18 @@ from torch.utils import _pytree as pytree
 from shardgraph import ir, torch_api
 from shardgraph.errors import GraphInvariantError
 from shardgraph.ir import Gradient, Parameter, add_output, outputs
-from shardgraph.ir.attributes import EQUALS, MADE_BY, PLACEMENTS, RECOMPUTE, ROLE, SUBJECT, Change, carried
+from shardgraph.ir.attributes import (
+    EQUALS,
+    MADE_BY,
+    PLACEMENTS,
+    RECOMPUTE,
+    ROLE,
+    SUBJECT,
+    Attribute,
+    Change,
+    captured_name,
+    carried,
+)
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.random_state import draws
 from shardgraph.passes.builder import can_view
@@ -81,7 +92,7 @@ class _Lowering:
         if ir.is_wait(node):  # nothing may use a collective's result before: it is placed again after the wait
             started = next(iter(self.shards[value_of(operands(node)[0])]))
             option = replace(option, operands=(started,), results=(started,))
-        labels = carried(Change.DIVIDED, node)
+        labels = _labels(node)
         self.write.labels = labels | {SUBJECT: f"{node.name} of {module_of(node) or 'the model'}"}
         shards = [self._placed(value, placement) for value, placement in placed_operands(node, option)]
         self.write.labels = labels
@@ -124,11 +135,13 @@ class _Lowering:
         copy = self.write.named(node.name, node.target, args, kwargs)
         if isinstance(node.meta["val"], torch.Tensor):
             return [copy]
-        names = _names(node)
-        return [
-            self.write.named(names[k], operator.getitem, (copy, k), {}) if k in names else None
-            for k in range(len(option.results))
-        ]
+        taken = _nodes_of_results(node)
+        return [self._result_of(copy, k, taken[k]) if k in taken else None for k in range(len(option.results))]
+
+    def _result_of(self, copy: fx.Node, index: int, taken: fx.Node) -> fx.Node:
+        """One of several results of an operation on shards, named as the node that takes it."""
+        self.write.labels = _labels(taken)
+        return self.write.named(taken.name, operator.getitem, (copy, index), {})
 
     def _sizes(self, node: fx.Node, option: Option) -> tuple[Any, ...]:
         """The arguments, with sizes replaced by those of the local results."""
@@ -144,8 +157,11 @@ class _Lowering:
         return tuple(args)
 
     def _keep(self, node: fx.Node, index: int, placement: Placement, part: fx.Node) -> None:
+        divided = PLACEMENTS.get(_nodes_of_results(node).get(index, node), {})
         if placement != REPLICATE:
-            PLACEMENTS.set(part, {**PLACEMENTS.get(part, {}), self.write.axis: placement})
+            divided = {**divided, self.write.axis: placement}
+        if divided:
+            PLACEMENTS.set(part, divided)
         self.shards[node, index] = {placement: part}
 
     def _placed(self, value: Value, after: Placement) -> fx.Node:
@@ -159,8 +175,11 @@ class _Lowering:
                 MADE_BY.set(node, self.write.maker)
                 if is_cut(before) and after == REPLICATE:
                     RECOMPUTE.set(node, True)  # all-gathered again in backward instead of saved
-            if after == REPLICATE and maker.op == "call_function" and index in _names(maker):
-                EQUALS.set(shards[after], _names(maker)[index])
+            whole = _nodes_of_results(maker).get(index) if maker.op == "call_function" else None
+            if after == REPLICATE and whole is not None and (name := captured_name(whole)) is not None:
+                EQUALS.set(shards[after], name)
+                if whole in PLACEMENTS:  # along other axes
+                    PLACEMENTS.set(shards[after], PLACEMENTS.of(whole))
         return shards[after]
 
     def _result(self, role: Any, value: Any) -> Any:
@@ -188,8 +207,13 @@ def _with_bias(product: fx.Node, bias: fx.Node) -> tuple[Any, tuple[Any, ...]] |
     return None  # it was reduced or moved
 
 
-def _names(node: fx.Node) -> dict[int, str]:
-    """The names of an operation's results in the captured graph, those that something uses."""
+def _labels(node: fx.Node) -> dict[Attribute[Any], Any]:
+    """What holds of an operation on shards as of the whole one; where its results lie is another matter for each."""
+    return {each: value for each, value in carried(Change.DIVIDED, node).items() if each is not PLACEMENTS}
+
+
+def _nodes_of_results(node: fx.Node) -> dict[int, fx.Node]:
+    """The nodes that have an operation's results, those that something uses."""
     if isinstance(node.meta["val"], torch.Tensor):
-        return {0: node.name}
-    return {int(str(user.args[1])): user.name for user in node.users if user.target is operator.getitem}
+        return {0: node}
+    return {int(str(user.args[1])): user for user in node.users if user.target is operator.getitem}

@@ -270,7 +270,7 @@ def _beside(operation: Operation, dim: int) -> Iterator[Option]:
 _OF_ROWS = (ir.ALL_GATHER, ir.REDUCE_SCATTER, ir.ALL_TO_ALL)
 
 
-@rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only, ir.local_part, *_OF_ROWS)
+@rule(ir.ALL_REDUCE, ir.WAIT, ir.first_only, *_OF_ROWS)
 def collective(operation: Operation) -> Iterator[Option]:
     """Of another axis, elementwise over ranks.
 
@@ -278,10 +278,8 @@ def collective(operation: Operation) -> Iterator[Option]:
     neither splits nor concatenates may be sharded, and sums may be partial.
     """
     node = operation.node
-    taken = node.args[1] if node.target is ir.local_part else 0 if node.target in _OF_ROWS else None
-    for dim in range(len(operation.result)):
-        if dim != taken:
-            yield Option((Shard(dim),), (Shard(dim),))
+    for dim in range(1 if node.target in _OF_ROWS else 0, len(operation.result)):
+        yield Option((Shard(dim),), (Shard(dim),))
     if "max" not in node.args and results(node)[0].is_floating_point():
         yield Option((PARTIAL,), (PARTIAL,))
 

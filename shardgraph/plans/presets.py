@@ -137,6 +137,7 @@ DIVIDING = {
     "tp+sp": {"tp": "sequence"},
     "cp": {"cp": "context"},
     "cp+tp": {"cp": "context", "tp": "whole"},
+    "cp+tp+sp": {"cp": "context", "tp": "sequence"},
     "ep": {"ep": "experts"},
     "ep+tp": {"ep": "experts", "tp": "whole"},
     "ep+tp+sp": {"ep": "experts", "tp": "sequence"},

@@ -105,7 +105,7 @@ def tidy(dims: Sequence[Sequence[Atom]]) -> Dims:
     free = [(atom, k, _locals_before(dim, atom)) for k, dim in enumerate(dims) for atom in dim if atom.axis is not None]
     for atom, k, before in sorted(free, key=lambda each: each[0].stride):  # the least significant first
         leads = before < sum(other.axis is None for other in places[k])
-        at, position = _beside(atom, places, leads) or (k, _after_locals(places[k], before))
+        at, position = _beside(atom, places, k if leads else None) or (k, _after_locals(places[k], before))
         places[at].insert(position, atom)
     return tuple(map(joined, places))
 
@@ -124,9 +124,9 @@ def _after_locals(dim: Sequence[Atom], count: int) -> int:
     return len(dim)
 
 
-def _beside(atom: Atom, places: Sequence[Sequence[Atom]], leads: bool) -> tuple[int, int] | None:
+def _beside(atom: Atom, places: Sequence[Sequence[Atom]], leads: int | None) -> tuple[int, int] | None:
     """The place before the next less significant digit, or else after the next more significant one; a digit that
-    ``leads`` others in its dimension, as a head does its channels, stays there unless the former is elsewhere."""
+    ``leads`` others in a dimension, as a head does its channels, does not leave it for the latter."""
     after = None
     for k, dim in enumerate(places):
         for position, other in enumerate(dim):
@@ -135,7 +135,7 @@ def _beside(atom: Atom, places: Sequence[Sequence[Atom]], leads: bool) -> tuple[
                     return k, position
                 if other.stride == atom.stride * atom.size:
                     after = k, position + 1
-    return None if leads else after
+    return after if leads is None or (after is not None and after[0] == leads) else None
 
 
 def sized(dims: Dims, shape: Sequence[int]) -> Dims | None:

@@ -289,10 +289,10 @@ def _operands(
     here = [each.value if isinstance(each, Elsewhere) else each for each in keys]
     if not all(isinstance(each, Held) for each in (*queries, *here)):
         return None
+    here = [_with_marks_of(queries[0], each) for each in here]
     axes = {atom.axis for atom in here[0].dims[_ROWS] if atom.axis is not None}
     if not axes:
         return None
-    here = [_with_marks_of(queries[0], each) for each in here]
     axis, pattern = axes.pop(), patterns(here[0].dims[_ROWS])
     (back, later), *rest = {(_back(each, axis), later) for each, later in pair}
     if axes or rest or {later} != {each for _, each in rows} or patterns(here[1].dims[_ROWS]) != pattern:
