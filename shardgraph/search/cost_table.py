@@ -79,8 +79,7 @@ class CostTable:
     def _along_two(self, layout: Layout) -> LayerCosts | None:
         (outer, ranks), (inner, inner_ranks) = layout.dividing
         one = self._priced(layout.along(outer, 1).along(inner, 1))
-        # Operators beside sequences have whole activations between them.
-        first, second = self._along(layout, outer), self._along(replace(layout, whole_activations=outer == "cp"), inner)
+        first, second = self._along(layout, outer), self._along(layout, inner)
         if one is None or first is None or second is None:
             return None
         return both(one, outer, first, ranks, second, inner_ranks)

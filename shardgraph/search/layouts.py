@@ -28,8 +28,8 @@ class Layout:
 
     ``stages`` pipeline ranks, each with ``chunks`` stages, which with ``zero_bubble`` compute gradients of weights when
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of which ``data`` shards; ``tp`` ranks
-    share a batch, and without ``cp`` shard activations between divided products along the sequence, or hold them whole,
-    with ``whole_activations``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches
+    share a batch, and shard activations between divided products along the sequence, or hold them whole, with
+    ``whole_activations``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches
     of their own, and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step.
     Of the model's equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, the
     parameters of the last ``kept`` stay gathered for backward where ``data`` gathers them again, and what ``away`` of
@@ -146,7 +146,7 @@ class Layout:
         """The name of its preset."""
         data = "hsdp" if self.replicate > 1 and self.data == "fsdp" else self.data
         parts = ["pp" * (self.stages > 1), data * (self.replicate * self.shard > 1)]
-        operators = "tp" if self.cp > 1 or self.whole_activations else "tp+sp"
+        operators = "tp" if self.whole_activations else "tp+sp"
         parts += ["ep" * (self.ep > 1), "cp" * (self.cp > 1), operators * (self.tp > 1)]
         return "+".join(filter(None, parts)) or "single"
 
