@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Plan, PlanError
-from shardgraph.ir import WAIT, collectives, send
+from shardgraph.ir import WAIT, collectives, local_part, send, take_part
+from shardgraph.ir.attributes import PLACEMENTS, captured_name
 from shardgraph.ir.fused import ATTENTION
 from shardgraph.passes.analysis.collective_order import check_waits
 from shardgraph.passes.lowering import build_program
 from shardgraph.passes.program import Program
+from shardgraph.passes.sharding.layout_rules import LAYOUTS
+from shardgraph.passes.sharding.options import Operation
+from shardgraph.passes.sharding.placements import blocks, cut_of, divides, local_shape
 from shardgraph.plans.resolve import resolve_plan
 from tests import ranks
 from tests.machines import toy_cluster
@@ -175,7 +180,13 @@ def test_nothing_else_is_sent_but_gradients_of_weights_and_what_the_caller_gets(
 
 # -- models ------------------------------------------------------------------------------------------------
 
-MESHES = {"cp": {"cp": 4}, "fsdp+cp": {"dp": 2, "cp": 2}, "fsdp+cp+tp": {"dp": 2, "cp": 2, "tp": 2}}
+MESHES = {
+    "cp": {"cp": 4},
+    "fsdp+cp": {"dp": 2, "cp": 2},
+    "fsdp+cp+tp": {"dp": 2, "cp": 2, "tp": 2},
+    "cp+tp+sp": {"cp": 2, "tp": 2},
+    "fsdp+cp+tp+sp": {"dp": 2, "cp": 2, "tp": 2},
+}
 
 
 def call_of(name: str, length: int = 8) -> tuple[nn.Module, tuple, dict[str, torch.Tensor]]:
@@ -189,12 +200,16 @@ def check_model(module: nn.Module, args: tuple, kwargs: dict[str, torch.Tensor],
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("tied-transformer-cp")
+@pytest.mark.quick("tied-transformer-cp", "gpt2-cp+tp+sp")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
         ("llama", "fsdp+cp"),
         ("gpt2", "fsdp+cp+tp"),
+        ("gpt2", "cp+tp+sp"),
+        ("llama", "fsdp+cp+tp+sp"),
+        ("bert", "fsdp+cp+tp+sp"),
+        ("t5", "cp+tp+sp"),
         pytest.param("bert", "cp", marks=pytest.mark.slow),
         ("tied-transformer", "cp"),
     ],
@@ -256,7 +271,66 @@ def test_long_sequences_are_divided_among_ranks_that_divide_operators_too():
     assert flops[4] < 0.51 * flops[2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("mesh", [{"cp": 4, "tp": 2}, {"cp": 2, "tp": 4}, {"cp": 3, "tp": 2}], ids=str)
+def test_stripes_are_divided_between_products_on_every_mesh(mesh, samples):
+    check_model(Loss(llama(2, vocab_size=256)), (), text(samples, 48), "cp+tp+sp", mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_three_steps_with_divided_stripes_on_real_processes_equal_the_unsharded_model():
+    for worst in on_ranks(ranks.parity, 4, args=("gpt2", "cp+tp+sp", MESHES["cp+tp+sp"], 0.5, 8)):
+        assert worst < 1e-5
+
+
 # -- what a rank holds -------------------------------------------------------------------------------------
+
+
+def test_beside_operators_a_rank_has_its_part_of_a_stripe_between_products():
+    model, call = Loss(llama(1, vocab_size=256)), text(1, 64)
+    made = build_program(model, resolve_plan("cp+tp+sp", (("cp", 2), ("tp", 2))), (), call)
+    norms = made.forward.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
+    assert [tuple(norm.meta["val"].shape) for norm in norms] == [(1, 64 // 4, 1)] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_part_of_another_axis_has_the_same_stripes_as_the_whole(ranks, count):
+    """Rank by rank: taking a part and dividing it is dividing and taking a part."""
+    graph, whole, parts = fx.Graph(), torch.arange(96).view(2, 48), 2
+    node = graph.call_function(local_part, (graph.placeholder("whole"), 1, count, "tp"))
+    node.args[0].meta["val"], node.meta["val"] = whole, take_part(whole, 1, count, ranks, 0)
+    operation, layout = Operation(node, parts), LAYOUTS[local_part]
+    found = 0
+    for cut in (blocks(dim, number) for dim in (0, 1) for number in (1, 4, 6, 8, 12, 24)):
+        if not divides(cut, whole.shape, parts) or (after := layout.down(operation, cut)) is None:
+            continue
+        assert layout.up(operation, after) == cut
+        for tp, cp in itertools.product(range(ranks), range(parts)):
+            first = take_part(take_part(whole, 1, count, ranks, tp), *cut_of(after), parts, cp)
+            assert torch.equal(first, take_part(take_part(whole, *cut_of(cut), parts, cp), 1, count, ranks, tp))
+        found += 1
+    assert found >= 2
+
+
+@pytest.mark.parametrize("plan", ["cp+tp", "cp+tp+sp"])
+def test_every_value_lies_along_both_axes_as_its_program_says(plan):
+    """Also each of several results of one operation; verify compares them by that."""
+    module, args, kwargs = call_of("gpt2")
+    made = build_program(module, resolve_plan(plan, (("cp", 2), ("tp", 2))), args, kwargs)
+    captured = {node.name: node.meta.get("val") for node in made.joint.module.graph.nodes}
+    compared = 0
+    for node in (*made.forward.graph.nodes, *made.backward.graph.nodes):
+        value, whole = node.meta.get("val"), captured.get(captured_name(node))
+        if isinstance(value, torch.Tensor) and isinstance(whole, torch.Tensor) and node.op == "call_function":
+            shape = tuple(whole.shape)
+            for axis, placement in PLACEMENTS.get(node, {}).items():
+                shape = local_shape(placement, shape, dict(made.plan.mesh)[axis])
+            assert tuple(value.shape) == shape, f"{node.name}: {PLACEMENTS.get(node, {})}"
+            compared += 1
+    assert compared > 100
 
 
 @pytest.mark.slow

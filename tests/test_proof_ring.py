@@ -135,9 +135,19 @@ def test_a_ring_with_a_fault_is_not_proved(fault):
 
 
 @pytest.mark.slow
-def test_a_sequence_in_stripes_is_proved_in_whole_models_beside_other_axes():
+@pytest.mark.parametrize("name", ["fsdp+cp+tp", "fsdp+cp+tp+sp"])
+def test_a_sequence_in_stripes_is_proved_in_whole_models_beside_other_axes(name):
     model, call = make("llama", 4)
     args, kwargs = shorter(call, 8)
-    plan = resolve_plan("fsdp+cp+tp", (("dp", 2), ("cp", 2), ("tp", 2)))
+    plan = resolve_plan(name, (("dp", 2), ("cp", 2), ("tp", 2)))
     found = prove(build_program(model, plan, args, kwargs))
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("samples", [1, 2])  # of one, a rank's only head of keys and values has no dimension of its own
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_stripes_that_ranks_divide_further_between_products_are_proved(model, samples):
+    module, call = make(model, samples)
+    args, kwargs = shorter(call, 8)
+    found = prove(build_program(module, resolve_plan("cp+tp+sp", (("cp", 2), ("tp", 2))), args, kwargs))
     assert found.ok, str(found)

@@ -207,7 +207,7 @@ def run_of(row: Mapping[str, str]) -> Run:
     for name, size in (("cp", context), ("tp", tensor)):
         if size > 1:
             mesh[name], plan = size, f"{plan}+{name}"
-    if tensor > 1 and context == 1 and _sequence_parallel(row):
+    if tensor > 1 and _sequence_parallel(row):
         plan += "+sp"
     pipeline = None
     if stages > 1:

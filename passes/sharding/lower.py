@@ -176,7 +176,7 @@ class _Lowering:
                 if is_cut(before) and after == REPLICATE:
                     RECOMPUTE.set(node, True)  # all-gathered again in backward instead of saved
             whole = _nodes_of_results(maker).get(index) if maker.op == "call_function" else None
-            if after == REPLICATE and whole is not None and (name := captured_name(whole)) is not None:
+            if after == REPLICATE and whole is not None and (name := captured_name(whole)):
                 EQUALS.set(shards[after], name)
                 if whole in PLACEMENTS:  # along other axes
                     PLACEMENTS.set(shards[after], PLACEMENTS.of(whole))
@@ -213,7 +213,7 @@ def _labels(node: fx.Node) -> dict[Attribute[Any], Any]:
 
 
 def _nodes_of_results(node: fx.Node) -> dict[int, fx.Node]:
-    """The nodes that have an operation's results, those that something uses."""
-    if isinstance(node.meta["val"], torch.Tensor):
+    """The nodes that have a node's values: itself, or those that take the several results of an operation."""
+    if node.op != "call_function" or isinstance(node.meta["val"], torch.Tensor):
         return {0: node}
     return {int(str(user.args[1])): user for user in node.users if user.target is operator.getitem}
