@@ -2,11 +2,13 @@
 
     python benchmarks/tensor_parallel.py --batch 4 --length 256     # ranks over gloo, in turns, medians of rounds
     python benchmarks/tensor_parallel.py predicted                  # layers of Llama and GPT on H100
+    python benchmarks/tensor_parallel.py long                       # beside context parallelism, on H100
 
 The first trains a decoder with its operators and sequences divided over two ranks: ``tp+sp`` here, and there the styles
 of torch's tutorial on tensor parallelism (columns, rows, and norms along the sequence). Both have the same weights and
 data, and their last losses are shown. The second prints ``fsdp+tp+sp`` of four layers on 8 x ``tp`` H100, compiled by
 inductor, with nothing recomputed: the figures by which weights of prices in ``passes/sharding/pricing.py`` were chosen.
+The third prints whole models with long sequences, ``fsdp+cp+tp`` beside ``fsdp+cp+tp+sp``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -48,6 +51,9 @@ PREDICTED = {
 }
 LAYOUTS = ((1, 8192, 8), (2, 4096, 8), (4, 4096, 8), (4, 2048, 4), (2, 4096, 2), (1, 32768, 8))
 """Sequences of a microbatch, their length, and ranks that divide operators."""
+LONG = (("Llama 8B", 32768, 2, 4), ("Llama 8B", 131072, 4, 8), ("Llama 70B", 65536, 4, 8), ("Llama 70B", 131072, 8, 8))
+"""Models, the length of a sequence, and ranks that divide it and operators."""
+DEPTHS = {"Llama 8B": 32, "Llama 70B": 80}
 
 
 def parallelized(model: Decoder, mesh: DeviceMesh) -> nn.Module:
@@ -118,36 +124,45 @@ def train(rank: int, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def predict() -> None:
-    """What steps on H100 are predicted to take."""
+def predicted(shape: Shape, batch: int, length: int, plan: str, mesh: dict[str, int]) -> str:
+    """What a step of a model on H100 is predicted to take."""
+    with torch.device("meta"):
+        model, tokens = Decoder(shape), torch.empty(batch, length, dtype=torch.long)
+    options = {"cluster": "H100", "precision": "bf16", "backend": "inductor", "recompute": "none"}
+    found = shardgraph.analyze(model, (tokens, tokens), plan, mesh=mesh, **options)
+    return f"{1e3 * found.time.total:10.1f}{1e3 * found.time.compute:12.1f}{found.peak_memory / 2**30:10.2f}"
+
+
+def report_layers() -> None:
+    """Four layers of models with ``fsdp+tp+sp``."""
     print(f"{'model':12}{'sequences':>12}{'length':>8}{'tp':>4}{'step ms':>10}{'compute ms':>12}{'peak GiB':>10}")
     for name, shape in PREDICTED.items():
         for batch, length, ranks in LAYOUTS:
-            with torch.device("meta"):
-                model, tokens = Decoder(shape), torch.empty(batch, length, dtype=torch.long)
-            found = shardgraph.analyze(
-                model,
-                (tokens, tokens),
-                "fsdp+tp+sp",
-                mesh={"dp": 8, "tp": ranks},
-                cluster="H100",
-                precision="bf16",
-                backend="inductor",
-                recompute="none",
-            )
-            step = f"{1e3 * found.time.total:10.1f}{1e3 * found.time.compute:12.1f}{found.peak_memory / 2**30:10.2f}"
+            step = predicted(shape, batch, length, "fsdp+tp+sp", {"dp": 8, "tp": ranks})
             print(f"{name:12}{batch:12}{length:8}{ranks:4}{step}", flush=True)
+
+
+def report_long() -> None:
+    """Whole models with one long sequence, whose operators are divided beside it."""
+    print(f"{'model':12}{'length':>8}{'cp':>4}{'tp':>4}  {'plan':16}{'step ms':>10}{'compute ms':>12}{'peak GiB':>10}")
+    for name, length, cp, tp in LONG:
+        shape = replace(PREDICTED[name], layers=DEPTHS[name])
+        for plan in ("fsdp+cp+tp", "fsdp+cp+tp+sp"):
+            step = predicted(shape, 1, length, plan, {"dp": 8, "cp": cp, "tp": tp})
+            print(f"{name:12}{length:8}{cp:4}{tp:4}  {plan:16}{step}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("step", "predicted"), default="step")
+    parser.add_argument("what", nargs="?", choices=("step", "predicted", "long"), default="step")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     if options.what == "predicted":
-        predict()
+        report_layers()
+    elif options.what == "long":
+        report_long()
     else:
         mp.spawn(train, (options,), nprocs=RANKS)
 

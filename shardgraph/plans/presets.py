@@ -39,7 +39,7 @@ def preset(name: str, mesh: Mapping[str, int] | Mesh, pipeline: Pipeline | None 
     ``"tp"`` shards operators along the axis ``tp``; ``"tp+sp"`` also shards the activations between them along the
     sequence. ``"cp"`` shards sequences and nothing else along the axis ``cp``, ``"ep"`` shards experts along the axis
     ``ep``. On a mesh with a single axis, that axis may have any name. They combine with a plan for the other axes, and
-    some with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp"``, ``"fsdp+ep+tp"``, with the axis ``ep``
+    some with each other: ``"fsdp+tp"``, ``"hsdp+tp+sp"``, ``"fsdp+cp+tp+sp"``, ``"fsdp+ep+tp"``, with the axis ``ep``
     outside of that of operators; without one, the other axes use ``ddp``. All of these may follow ``"pp"``, which cuts
     the model into stages along the axis ``pp`` with the schedule of ``pipeline``: ``"pp"``, ``"pp+fsdp"``,
     ``"pp+fsdp+tp"``. After ``"local-sgd"`` they are for each of the replicas along the outermost axis, which
