@@ -85,6 +85,7 @@ TOGETHER = {
     "ep+cp": {"ep": 2, "cp": 2},
     "ep+tp+sp": {"ep": 2, "tp": 2},
     "fsdp+ep+tp": {"dp": 2, "ep": 2, "tp": 2},
+    "ep+cp+tp+sp": {"ep": 2, "cp": 2, "tp": 2},
 }
 
 
@@ -95,10 +96,25 @@ def of_even_length(batch: int):
     return model, ((), {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.slow
+@pytest.mark.quick("ep+cp+tp+sp")
 @pytest.mark.parametrize("plan", TOGETHER)
 def test_experts_are_divided_together_with_operators_and_sequences(plan):
     check(*of_even_length(4), plan, TOGETHER[plan])
+
+
+@pytest.mark.slow
+def test_activations_may_be_whole_beside_experts_and_sequences():
+    model, (args, kwargs) = of_even_length(4)
+    report = shardgraph.verify(model, args, "ep+cp+tp", mesh=TOGETHER["ep+cp+tp+sp"], example_kwargs=kwargs, fp64=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.quick("ep+cp+tp+sp")
+@pytest.mark.parametrize("plan", TOGETHER)
+def test_a_division_of_experts_operators_and_sequences_together_is_proved(plan):
+    model, (args, kwargs) = of_even_length(4)
+    found = shardgraph.prove(model, args, plan=plan, example_kwargs=kwargs, mesh=TOGETHER[plan])
+    assert found.ok, str(found)
 
 
 @pytest.mark.slow

@@ -518,6 +518,7 @@ EMITTED = {
     "cp+tp+sp": (partial(make, "tied-transformer", 4), Layout(cp=2, tp=2)),
     "ep": (Experts, Layout(shard=2, ep=2)),
     "ep+tp": (Experts, Layout(ep=2, tp=2)),
+    "ep+cp+tp+sp": (Experts, Layout(ep=2, cp=2, tp=2)),
     "some recomputed": (partial(Deep, 8), Layout(shard=2, data="zero2", recompute="selective", full=3)),
     "some kept gathered": (partial(Deep, 8), Layout(shard=2, kept=3)),
     "some on the host": (partial(Deep, 8), Layout(shard=2, recompute="selective", away=3)),
@@ -663,6 +664,15 @@ def test_a_batch_of_fewer_samples_than_nodes_divides_the_model_over_them():
     model, (args, kwargs) = make("tied-transformer", 1)
     plan = shardgraph.plan(model, args, example_kwargs=kwargs, cluster=toy_cluster(2, 4), global_batch=1)
     assert plan.data_size == 1 and plan.world_size == 8
+
+
+def test_experts_sequences_and_operators_are_divided_together_over_whole_nodes():
+    every = layouts(64, toy_cluster(16, 4), 0, pipelines=False, axes=("tp", "cp", "ep"))
+    found = {dict(layout.dividing)["ep"]: layout for layout in every if len(layout.dividing) == 3}
+    assert {(each.ep * each.cp * each.tp) % 4 for each in found.values()} == {0}
+    assert {2, 4, 8, 16} <= found.keys()
+    assert all(each.tp == 4 or each.cp * each.tp == 4 for each in found.values())
+    assert found[2].plan().operators == (("cp", "context"), ("tp", "sequence")) and found[2].plan().experts == "ep"
 
 
 def test_experts_are_divided_where_they_are_large():

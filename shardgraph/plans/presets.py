@@ -142,6 +142,8 @@ DIVIDING = {
     "ep+tp": {"ep": "experts", "tp": "whole"},
     "ep+tp+sp": {"ep": "experts", "tp": "sequence"},
     "ep+cp": {"ep": "experts", "cp": "context"},
+    "ep+cp+tp": {"ep": "experts", "cp": "context", "tp": "whole"},
+    "ep+cp+tp+sp": {"ep": "experts", "cp": "context", "tp": "sequence"},
 }
 """The styles of the axes that shard operators or experts, by the name of the plan."""
 

@@ -65,7 +65,7 @@ class CostTable:
         sizes = dict(layout.dividing)
         filling = set(sizes) == {"cp", "tp"} and layout.degree == self.degree
         if len(sizes) > 1 and not filling:
-            return self._along_two(layout)
+            return self._along_several(layout)
         if layout.degree in (1, self.degree) or filling:
             return self._priced(layout)
         ((axis, ranks),) = sizes.items()
@@ -76,13 +76,16 @@ class CostTable:
             return self._priced(layout)
         return one.divided_by(ranks, divided, self.degree)
 
-    def _along_two(self, layout: Layout) -> LayerCosts | None:
-        (outer, ranks), (inner, inner_ranks) = layout.dividing
-        one = self._priced(layout.along(outer, 1).along(inner, 1))
-        first, second = self._along(layout, outer), self._along(layout, inner)
+    def _along_several(self, layout: Layout) -> LayerCosts | None:
+        """The costs of a division along the outermost axis, and of that along the others, together."""
+        (outer, ranks), *others = layout.dividing
+        rest, undivided = layout.along(outer, 1), layout
+        for axis, _ in layout.dividing:
+            undivided = undivided.along(axis, 1)
+        one, first, second = self._priced(undivided), self._along(layout, outer), self._divided(rest)
         if one is None or first is None or second is None:
             return None
-        return both(one, outer, first, ranks, second, inner_ranks)
+        return both(one, outer, first, ranks, second, math.prod(size for _, size in others))
 
     def _along(self, layout: Layout, axis: str) -> LayerCosts | None:
         """The costs of a layout's division along one of its axes alone, with the ranks of that axis where they are."""

@@ -148,11 +148,6 @@ class Estimates:
                 "operators divided over several nodes, or with whole activations between them, since pipelines "
                 "take longest to price: ask for them in the plan"
             )
-        if len(self._axes) > 2:
-            yield (
-                "not searched: experts, sequences and operators divided all three at once, since estimates are of two "
-                "axes at most: write the mesh and the axes into a plan"
-            )
 
     def offloaded(self, ranks: int, machine: Cluster, batches: Batches) -> list[Estimated]:
         """All layouts without stages that keep something in host memory, the fastest first."""
@@ -268,9 +263,10 @@ class Estimates:
             ways.append(replace(ways[0], away=self._layers))
         for way in ways:
             costs, guess = self._costs.without_loss(way), self.again(way, machine)
-            if costs is not None and guess is not None and guess.memory > self._budget:
-                if estimate(way, costs, machine, self._question.optimizer).memory <= self._budget:
-                    return True
+            if costs is None or guess is None or guess.memory <= self._budget:
+                continue
+            if estimate(way, costs, machine, self._question.optimizer).memory <= self._budget:
+                return True
         return False
 
     def _in_less(self, layout: Layout) -> Layout | None:

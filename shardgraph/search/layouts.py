@@ -174,10 +174,10 @@ def layouts(
     """All layouts of ``ranks``, apart from recomputation, microbatches and offload.
 
     The model is divided along ``axes`` (``"tp"``, ``"cp"``, ``"ep"``) among a power of two of ranks: along one of them,
-    or, where that is all of a node, along two together. It may also be several nodes: along one axis, or along
-    operators inside each node and another axis beyond; with stages, which send less over the network, operators stay
-    inside. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and replicated over
-    the others.
+    or, where that is all of a node, along two together. It may also be several nodes: along one axis, along operators
+    inside each node and another axis beyond, or along all three; with stages, which send less over the network,
+    operators stay inside. Parameters are sharded over all data ranks, or over those of a node, or of a few nodes, and
+    replicated over the others.
     """
     inside = min(cluster.closest, ranks)
     for stages in _divisors(ranks) if pipelines else [1]:
@@ -220,6 +220,19 @@ def _divided(staged: Layout, degree: int, inside: int, axes: Sequence[str]) -> I
     for outer, inner in pairs if degree > inside > 1 else ():
         if inner == "tp":
             yield staged.along(outer, degree // inside).along(inner, inside)
+    if len(axes) > 2 and degree > inside > 1:
+        yield from _along_three(staged, degree // inside, inside)
+
+
+def _along_three(staged: Layout, nodes: int, inside: int) -> Iterator[Layout]:
+    """The model divided along all axes: with operators over all of a node, or over a part and sequences over the rest,
+    which leaves experts to the nodes."""
+    yield from (
+        staged.along("ep", nodes // ranks).along("cp", ranks).along("tp", inside) for ranks in _powers(nodes)[1:-1]
+    )
+    yield from (
+        staged.along("ep", nodes).along("cp", inside // ranks).along("tp", ranks) for ranks in _powers(inside)[1:-1]
+    )
 
 
 def _data(base: Layout, ranks: int, of_node: int) -> Iterator[Layout]:
