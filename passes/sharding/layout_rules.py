@@ -99,7 +99,8 @@ def _whole(operation: Operation, cut: Placement) -> Placement | None:
 
 def _split_by(operation: Operation, dim: int) -> tuple[int, int]:
     """Of a dimension of which another axis' ranks have parts: in how many blocks, and of how many ranks; else 1, 1."""
-    _, taken, count, *_ = operation.node.args
+    args: tuple[Any, ...] = operation.node.args
+    _, taken, count, *_ = args
     return (count, _operand(operation)[dim] // operation.result[dim]) if dim == taken else (1, 1)
 
 
