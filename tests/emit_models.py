@@ -290,6 +290,7 @@ FURTHER = [
     Case("layers-dropped-at-random", dropping, "fsdp", TWO),
     Case("drawn-by-numpy", augmented, "zero1", TWO),
     Case("group-norm-of-what-is-divided", denoiser, "tp", {"tp": 2}),
+    Case("operators-beside-sequences", gpt, "cp+tp+sp", {"cp": 2, "tp": 2}),
     Case("products-of-float8", gpt, "fsdp", TWO, {"precision": "fp8"}),
     Case("loss-function", network_and_target, "fsdp", TWO, MEAN_SQUARE),
     Case(
