@@ -201,7 +201,8 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
 
 
 def test_what_surely_fits_bounds_the_search_without_a_price():
-    """However wrong estimates may be; and what divides operators, whose placements would have to be found, has none."""
+    """However wrong estimates may be: those of stages and of several nodes are least known. What divides operators,
+    whose placements would have to be found, has no price either."""
     with torch.device("meta"):
         model, x = Deep(12), torch.zeros(8, 32)
     source = source_of(64, Cluster.of("H100", nodes=8), model, (x,)).of_few_layers
@@ -210,6 +211,8 @@ def test_what_surely_fits_bounds_the_search_without_a_price():
     bound = finals.bound([(small, Estimate(64.0, 70, 64.0)), (barely, Estimate(1.0, 99, 1.0))])
     assert 1.0 < bound / per_sample((small, Estimate(64.0, 70, 64.0))) < 1.1
     assert finals.bound([(barely, Estimate(1.0, 99, 1.0))]) == math.inf
+    for doubtful in (Layout(shard=4, tp=16, batch=8), Layout(stages=2, shard=32, batch=8)):
+        assert finals.bound([(doubtful, Estimate(1.0, 50, 1.0))]) == math.inf
     assert not finals.layouts
 
 

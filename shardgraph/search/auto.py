@@ -237,9 +237,11 @@ class Finals:
 
         The first few are priced exactly where that takes less time than the estimates which it saves: not those with
         stages, nor with divided operators, whose placements are still to be found. What fits even if estimates are as
-        wrong as they may be needs no price.
+        wrong as they may be needs no price, if it is divided inside of nodes alone: of what else is, estimates of time
+        may be much too low.
         """
-        surely = min((per_sample(pair) for pair in estimated if self._surely_fits(pair[1])), default=math.inf)
+        close = (pair for pair in estimated if pair[0].stages == 1 and pair[0].degree <= self._machine.closest)
+        surely = min((per_sample(pair) for pair in close if self._surely_fits(pair[1])), default=math.inf)
         simple = (pair for pair in estimated if pair[0].stages == pair[0].degree == 1)
         fitting = (pair for pair in simple if pair[1].memory <= self._budget and not self._surely_fits(pair[1]))
         for layout, guess in sorted(fitting, key=per_sample)[:_FINALISTS]:
