@@ -355,6 +355,8 @@ def test_combinations_that_are_not_tried_are_noted(monkeypatch):
         ((24, 2, 4), Shard(2), (24, 8), blocks(1, 2)),
         ((3, 8), Shard(0), (24,), None),  # three rows among two ranks
         ((1, 6), Shard(1), (6,), Shard(0)),
+        ((4, 0, 6), Shard(0), (0, 24), None),  # no elements, as in a loop over positions before the first
+        ((0, 4, 6), Shard(1), (4, 0), None),
         ((4, 6), PARTIAL, (24,), PARTIAL),
         ((4, 6), Replicate(), (24,), Replicate()),
     ],

@@ -99,6 +99,8 @@ def through_view(placement: Placement, before: Sequence[int], after: Sequence[in
     """
     if not is_cut(placement):
         return placement
+    if 0 in before:  # no run of elements tells where it is
+        return None
     dim, count = cut_of(placement)
     period = before[dim] // count * math.prod(before[dim + 1 :])
     below = 1
