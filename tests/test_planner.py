@@ -95,7 +95,7 @@ def test_long_sequences_may_be_divided():
 def test_sequences_and_operators_are_divided_together_where_that_fills_a_node():
     every = layouts(8, toy_cluster(1, 8), 0, pipelines=False, axes=["tp", "cp"])
     assert {(each.cp, each.tp) for each in every if each.cp > 1 < each.tp} == {(2, 4), (4, 2)}
-    assert Layout(cp=2, tp=4, data="ddp").plan().operators == (("cp", "context"), ("tp", "whole"))
+    assert Layout(cp=2, tp=4, data="ddp").plan().operators == (("cp", "context"), ("tp", "sequence"))
 
 
 def test_stages_may_have_sequences_over_several_nodes_and_operators_inside_of_them():
