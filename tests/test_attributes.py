@@ -36,7 +36,7 @@ KEPT = {  # besides by copies, which keep everything
     "given_by": set(),
     "mean_of": set(),
     "cast_of": set(),
-    "placements": {"PASSED", "REWRITTEN", "DIVIDED"},
+    "placements": {"PASSED", "REWRITTEN"},
     "row_order": {"PASSED"},
     "recomputed": {"REWRITTEN", "DIVIDED"},
     "offloaded_by": {"REWRITTEN", "DIVIDED", "CHUNKED"},

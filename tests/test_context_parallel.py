@@ -256,8 +256,9 @@ def test_packed_documents_and_padding_of_llama_are_kept_apart(given):
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_five_steps_on_real_processes_equal_the_unsharded_model():
-    for worst in on_ranks(ranks.parity, 4, args=("llama", "fsdp+cp", MESHES["fsdp+cp"], 0.5, 8)):
+@pytest.mark.parametrize(("model", "plan"), [("llama", "fsdp+cp"), ("gpt2", "cp+tp+sp")])
+def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan):
+    for worst in on_ranks(ranks.parity, 4, args=(model, plan, MESHES[plan], 0.5, 8)):
         assert worst < 1e-5
 
 
@@ -281,13 +282,6 @@ def test_stripes_are_divided_between_products_on_every_mesh(mesh, samples):
         num_key_value_heads=4, use_cache=False,
     )  # fmt: skip
     check_model(LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids}, "cp+tp+sp", mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-def test_three_steps_with_divided_stripes_on_real_processes_equal_the_unsharded_model():
-    for worst in on_ranks(ranks.parity, 4, args=("gpt2", "cp+tp+sp", MESHES["cp+tp+sp"], 0.5, 8)):
-        assert worst < 1e-5
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------

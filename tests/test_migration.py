@@ -65,12 +65,8 @@ def outer(code: str) -> ast.Call:
 MESHES: dict[str, dict[str, int]] = {
     **{name: {"dp": 2} for name in ("ddp", "zero1", "zero2", "fsdp")},
     **{
-        "tp": {"tp": 2},
-        "tp+sp": {"tp": 2},
-        "cp": {"cp": 2},
-        "cp+tp+sp": {"cp": 2, "tp": 2},
-        "ep": {"ep": 2},
-        "pp": {"pp": 2},
+        name: dict.fromkeys(name.removesuffix("+sp").split("+"), 2)
+        for name in ("tp", "tp+sp", "cp", "cp+tp+sp", "ep", "pp")
     },
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "local-sgd": {"dp": 2},

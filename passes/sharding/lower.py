@@ -22,7 +22,6 @@ from shardgraph.ir.attributes import (
     RECOMPUTE,
     ROLE,
     SUBJECT,
-    Attribute,
     Change,
     captured_name,
     carried,
@@ -92,7 +91,7 @@ class _Lowering:
         if ir.is_wait(node):  # nothing may use a collective's result before: it is placed again after the wait
             started = next(iter(self.shards[value_of(operands(node)[0])]))
             option = replace(option, operands=(started,), results=(started,))
-        labels = _labels(node)
+        labels = carried(Change.DIVIDED, node)
         self.write.labels = labels | {SUBJECT: f"{node.name} of {module_of(node) or 'the model'}"}
         shards = [self._placed(value, placement) for value, placement in placed_operands(node, option)]
         self.write.labels = labels
@@ -140,7 +139,7 @@ class _Lowering:
 
     def _result_of(self, copy: fx.Node, index: int, taken: fx.Node) -> fx.Node:
         """One of several results of an operation on shards, named as the node that takes it."""
-        self.write.labels = _labels(taken)
+        self.write.labels = carried(Change.DIVIDED, taken)
         return self.write.named(taken.name, operator.getitem, (copy, index), {})
 
     def _sizes(self, node: fx.Node, option: Option) -> tuple[Any, ...]:
@@ -205,11 +204,6 @@ def _with_bias(product: fx.Node, bias: fx.Node) -> tuple[Any, tuple[Any, ...]] |
         if (vector := bias.args[0]).meta["val"].dim() == 1:  # else it was gathered
             return aten.convolution.default, (images, weight, vector, *rest)
     return None  # it was reduced or moved
-
-
-def _labels(node: fx.Node) -> dict[Attribute[Any], Any]:
-    """What holds of an operation on shards as of the whole one; where its results lie is another matter for each."""
-    return {each: value for each, value in carried(Change.DIVIDED, node).items() if each is not PLACEMENTS}
 
 
 def _nodes_of_results(node: fx.Node) -> dict[int, fx.Node]:

@@ -115,7 +115,7 @@ GIVEN_BY = Attribute[str]("given_by", str, "the node of another graph whose valu
 MEAN_OF = Attribute[str]("mean_of", str, "the captured node whose mean over ranks it has", _COPIED)
 CAST_OF = Attribute[str]("cast_of", str, "the captured gradient that it casts", _COPIED)
 PLACEMENTS = Attribute[Mapping[str, Any]](
-    "placements", Mapping, "how it lies along mesh axes of operators, by axis", _SINGLE - {Change.CHUNKED}
+    "placements", Mapping, "how it lies along mesh axes of operators, by axis", _PASSED | {Change.REWRITTEN}
 )
 
 ROW_ORDER = Attribute[tuple[int, int]](

@@ -457,7 +457,7 @@ class Finals:
     def _hold_whole(self) -> None:
         """Price layouts that divide operators with whole activations between products, where these may then be the
         fastest: all-reduces are fewer than all-gathers and reduce-scatters, and what is saved takes more memory. Of
-        many layers, which take longer to price, the best such layout alone."""
+        many layers, which take longer to price, the best such layout alone; none beside sequences, or with stages."""
         fitting = sorted(self._fitting.items(), key=lambda pair: pair[1].per_sample)
         least, most, saved = (_WAITS, 1, _FEWER) if self._deep else (_HIDDEN, _ADJUSTED, 1.0)
         divided = [(layout, each) for layout, each in fitting if layout.tp > 1 and layout.cp == layout.stages == 1]

@@ -78,22 +78,18 @@ class CostTable:
 
     def _along_several(self, layout: Layout) -> LayerCosts | None:
         """The costs of a division along the outermost axis, and of that along the others, together."""
-        (outer, ranks), *others = layout.dividing
-        rest, undivided = layout.along(outer, 1), layout
-        for axis, _ in layout.dividing:
-            undivided = undivided.along(axis, 1)
-        one, first, second = self._priced(undivided), self._along(layout, outer), self._divided(rest)
+        (outer, ranks), *_ = layout.dividing
+        rest = layout.along(outer, 1)
+        one, first, second = self._priced(layout.undivided), self._along(layout, outer), self._divided(rest)
         if one is None or first is None or second is None:
             return None
-        return both(one, outer, first, ranks, second, math.prod(size for _, size in others))
+        return both(one, outer, first, ranks, second, rest.degree)
 
     def _along(self, layout: Layout, axis: str) -> LayerCosts | None:
         """The costs of a layout's division along one of its axes alone, with the ranks of that axis where they are."""
-        ranks, undivided = dict(layout.dividing)[axis], layout
-        for each, _ in layout.dividing:
-            undivided = undivided.along(each, 1)
+        ranks = dict(layout.dividing)[axis]
         few = min(ranks, self.degree)
-        one, near = self._priced(undivided), self._divided(undivided.along(axis, few))
+        one, near = self._priced(layout.undivided), self._divided(layout.undivided.along(axis, few))
         if one is None or near is None or (axis == "tp" and ranks > few and self._heads % ranks):
             return None
         machine = self.source.question.machine
@@ -103,30 +99,25 @@ class CostTable:
     def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
         """The costs with scores in chunks, which changes those of ranks that divide the model by their share; with
         stages those of a step that returns its loss alone. Chunks have one size, whatever the batch."""
-        undivided = self._undivided(layout)
+        alone = self._by_one_rank(layout)
         table, scores = self._of_step if layout.stages > 1 else self, self.scores(layout)
         measured = next((nbytes for nbytes in chunks_of(scores) if nbytes <= layout.chunked), 0)
-        whole, chunked = self._priced(undivided), table._priced(replace(undivided, chunked=measured))
+        whole, chunked = self._priced(alone), table._priced(replace(alone, chunked=measured))
         if whole is None or chunked is None:
             return None
-        tail = costs.tail.plus(chunked.tail, 1 / layout.degree).plus(whole.tail, -1 / layout.degree).positive
-        freed = (whole.working - chunked.working) / layout.degree
+        freed = whole.working - chunked.working
         if measured:
             of_batch = layout.chunked * costs.batch / layout.batch
             freed *= max(0.0, scores - of_batch) / (scores - measured)
-        return replace(costs, tail=tail, working=max(0.0, costs.working - freed))
+        return costs.without(whole.tail.plus(chunked.tail, -1), freed, 1 / layout.degree)
 
     def without_loss(self, layout: Layout) -> LayerCosts | None:
         """The costs of a layout as if the loss took no room: in chunks of any size it takes no less."""
-        costs = self.of(layout)
-        whole = self._priced(self._undivided(layout))
-        if costs is None or whole is None:
-            return None
-        tail = costs.tail.plus(whole.tail, -1 / layout.degree).positive
-        return replace(costs, tail=tail, working=max(0.0, costs.working - whole.working / layout.degree))
+        costs, whole = self.of(layout), self._priced(self._by_one_rank(layout))
+        return None if costs is None or whole is None else costs.without(whole.tail, whole.working, 1 / layout.degree)
 
-    def _undivided(self, layout: Layout) -> Layout:
-        """A layout of which ranks divide nothing, for what its loss costs."""
+    def _by_one_rank(self, layout: Layout) -> Layout:
+        """The layout of one rank by itself, by which is known what its loss costs."""
         return Layout(data="ddp", recompute=layout.recompute, offload=layout.offload, batch=layout.batch)
 
     def scores(self, layout: Layout) -> int:

@@ -121,6 +121,11 @@ class LayerCosts:
         parts = {name: getattr(self, name).with_links_faster(factor) for name in ("head", "layer", "tail")}
         return replace(self, **parts)
 
+    def without(self, tail: Part, working: float, share: float) -> LayerCosts:
+        """The costs less a ``share`` of what the end of the model has of ``tail``, and of ``working`` bytes."""
+        less = self.tail.plus(tail, -share).positive
+        return replace(self, tail=less, working=max(0.0, self.working - share * working))
+
     def with_some_as(self, other: LayerCosts, layers: int) -> LayerCosts:
         """The costs if so many of the layers cost as those of ``other``."""
         share = layers / self.layers

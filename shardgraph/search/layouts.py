@@ -90,6 +90,11 @@ class Layout:
         """Ranks that the model is divided among, apart from stages and what is stored."""
         return self.tp * self.cp * self.ep
 
+    @property
+    def undivided(self) -> Layout:
+        """The layout whose ranks each have all of the model's computation."""
+        return replace(self, ep=1, cp=1, tp=1)
+
     def along(self, axis: str, ranks: int) -> Layout:
         """The layout with as many ranks along the axis ``"tp"``, ``"cp"`` or ``"ep"``."""
         size: dict[str, Any] = {axis: ranks}
