@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardgraph.calibration import fit, fit_table, measure
+from shardgraph.calibration.collectives import sizes_to_time
 from shardgraph.calibration.fitting import behind_computation, fit_link, fit_rate, fit_sync
 from shardgraph.calibration.timings import COLLECTIVES, Measurements, Sample, Transfer
 from shardgraph.cli.main import main
@@ -89,6 +90,20 @@ def test_a_link_is_recovered_with_what_each_collective_attains_of_it(ranks: int)
     assert (fitted.bandwidth, fitted.latency) == pytest.approx((link.bandwidth, link.latency), rel=1e-3)
     assert fitted.latencies == pytest.approx(latencies, rel=1e-3)
     assert attained == pytest.approx(efficiency, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("takes", "timed"),
+    [
+        ({12: 0.1, 15: 0.1, 18: 0.1, 21: 0.2, 24: 1.0}, [12, 15, 18, 21, 24]),
+        ({12: 3.0, 15: 3.0, 18: 3.1, 21: 4.0, 24: 16.0}, [12, 24]),  # much latency
+        ({12: 3.0, 15: 3.0, 18: 3.1, 21: 4.0, 24: 18.0}, [12, 15, 18, 21]),
+        ({12: 40.0, 15: 41.0, 18: 42.0, 21: 60.0, 24: 200.0}, [12, 21]),  # too much for the time that there is
+        ({12: 1.0, 15: 50.0}, [12, 15]),
+    ],
+)
+def test_the_smallest_and_the_largest_sizes_are_timed_that_there_is_time_for(takes, timed) -> None:
+    assert sizes_to_time(takes, within=20.0) == timed
 
 
 def transfers_adding(*parts: float) -> list[Transfer]:

@@ -198,6 +198,18 @@ def test_the_network_is_measured_once_and_known_to_all_ranks(tmp_path: Path) -> 
     assert on_ranks(two_nodes.measured_once, 2, args=(str(tmp_path),)) == [(0, fast, fast)] * 2
 
 
+def test_steps_over_several_nodes_correct_the_prices_of_runs_over_as_many(tmp_path: Path) -> None:
+    def seconds(cluster: Cluster) -> tuple[float, float]:
+        """Of some computation, and of some communication between nodes."""
+        return 1 / cluster.device.rates["pointwise"].per_second, 1 / cluster.inter.bandwidth
+
+    for before, inside, after, alone, then in on_ranks(two_nodes.learned, 2, args=(str(tmp_path),)):
+        computed, sent = seconds(before)
+        assert seconds(inside) == (pytest.approx(2 * computed, rel=0.05), sent)
+        assert seconds(after) == pytest.approx((2 * computed, 3 * sent), rel=0.1)
+        assert then == alone
+
+
 def test_a_plan_for_several_nodes_is_priced_with_the_network_that_its_ranks_have_measured(tmp_path: Path) -> None:
     for name, before, after, files in on_ranks(two_nodes.planned, 2, args=(str(tmp_path),)):
         assert name and (before.nodes, after.nodes, after.devices_per_node) == (2, 2, 1)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgraph
-from shardgraph.calibration import network, this_machine
+from shardgraph.calibration import learn, network, this_machine
 from shardgraph.calibration.files import write
 from shardgraph.calibration.remembered import measured_file
 from shardgraph.cost_models.cluster import Cluster
@@ -22,6 +22,7 @@ from shardgraph.cost_models.device import Link
 from shardgraph.errors import ClusterError
 from shardgraph.search.machine import machine_for
 from tests.standing import environment
+from tests.test_this_machine import steps
 
 
 @contextmanager
@@ -35,6 +36,14 @@ def two_nodes(cache: str) -> Iterator[None]:
         network._known.clear()
         yield
         network._known.clear()
+
+
+@contextmanager
+def one_node(cache: str) -> Iterator[None]:
+    """All ranks of this run are on this node."""
+    with environment():
+        os.environ["XDG_CACHE_HOME"] = cache
+        yield
 
 
 def calibrated(cache: str) -> Cluster:
@@ -60,6 +69,24 @@ def planned(cache: str) -> tuple[str, Cluster, Cluster | None, list[str]]:
         after = machine_for(None, dist.get_world_size())
         files = sorted(path.name.partition("-")[0] for path in (Path(cache) / "shardgraph").iterdir())
         return sharded.plan.name, before, after, files
+
+
+def learned(cache: str) -> list[Cluster]:
+    """This machine in a run over two nodes: before anything is learned, after a job in one node, and after one over both
+    nodes; then in a run in one node after the former, and after both."""
+    own = str(Path(cache) / f"rank {dist.get_rank()}")
+    with two_nodes(own):
+        network._remember(Link(1e9, 1e-4), network.network_file())
+        before = this_machine()
+    with one_node(own):
+        learn(steps(2.0, 1.0))
+        alone = this_machine()
+    with two_nodes(own):
+        inside = this_machine()
+        learn(steps(1.0, 3.0))
+        after = this_machine()
+    with one_node(own):
+        return [before, inside, after, alone, this_machine()]
 
 
 def measured_once(cache: str) -> tuple[int, Link | None, Link | None]:

@@ -190,9 +190,8 @@ def compile(
                 copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
             )
 
-        here = question.cluster is None and nodes_of_run() == 1
         room = question.budget - question.parameter_bytes  # beside the model that is given
-        chosen = fastest(chosen, build, *inputs, tune, room, here=here)
+        chosen = fastest(chosen, build, *inputs, tune, room, here=question.cluster is None)
         question = question.settled(chosen)
         chosen = _decided(agreement, question, setup.captures)
 

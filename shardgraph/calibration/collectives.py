@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +14,12 @@ from shardgraph.calibration.timing import LEAST_ROUNDS, seconds_of, slowest, tim
 from shardgraph.calibration.timings import COLLECTIVES, Transfer
 from shardgraph.runtime.backends.gloo import add_parts
 
-_STARTED = 6  # collectives in one timing
-_AHEAD = 4  # how many of them are in flight at once, as in the presets
-_TIMED = 3  # timings of a collective in a round
-_LEAST_SIZES, _MOST_BUDGETS = 3, 2
+_IN_FLIGHT, _IN_TURN = 6, 3  # collectives in one timing: started before others have ended, and one after another
+_AHEAD = 4  # how many are in flight at once, as in the presets
+_RUNS = 2 + LEAST_ROUNDS  # of each timing, at least
+_STARTED = _IN_FLIGHT * (1 + _RUNS) + _IN_TURN * 2 * _RUNS
+"""How often a collective of a size that is measured is started, at least."""
+_MOST_BUDGETS = 8
 
 
 def time_collectives(
@@ -26,10 +28,9 @@ def time_collectives(
     """Timings of collectives alone, and as in a step: several in flight, overlapped with as long a computation, and
     each awaited at once after a short one, where a rank waits for the others.
 
-    They are of 2 to the ``exponents`` bytes in the larger of input and output: of some sizes at least, and of those
-    larger ones that do not take many times the ``budget`` in seconds.
+    They are of 2 to the ``exponents`` bytes in the larger of input and output: of as many sizes as can be timed in some
+    times the ``budget`` in seconds, of two at least.
     """
-    calls: list[tuple[str, int, int]] = []
     rows = 256 if device.type == "cpu" else 2048
     x, weight = torch.ones(rows, 512, device=device), torch.ones(512, 512, device=device)
 
@@ -37,42 +38,75 @@ def time_collectives(
         for _ in range(count):
             x @ weight
 
-    runs: list[Callable[[], object]] = [partial(compute, _STARTED)]
-    of_sizes: list[float] = []  # seconds of all operations of a size, once
+    calls = {exponent: _of_size(2**exponent, group, ranks, device) for exponent in exponents}
+    once: dict[int, list[float]] = {}  # seconds of the collectives of a size
     for exponent in exponents:
-        if len(of_sizes) >= _LEAST_SIZES and _takes(of_sizes) > _MOST_BUDGETS * budget:
+        runs = [partial(_in_turn, call.start, call.finish, lambda: None, 1) for call in calls[exponent]]
+        for run in runs:
+            run()  # the first is slow
+        once[exponent] = slowest([seconds_of(run, 1, device) for run in runs], device)
+        if sum(once[exponent]) * _STARTED > _MOST_BUDGETS * budget:
             break
-        of_sizes.append(0.0)
-        for operation in COLLECTIVES:
-            whole = 2**exponent // 4 // ranks * ranks
-            operand = whole // ranks if operation == "all_gather_into_tensor" else whole
-            result = whole // ranks if operation == "reduce_scatter_tensor" else whole
-            calls.append((operation, 4 * operand, 4 * result))
-            start, finish = _collective(operation, torch.ones(operand, device=device), group, ranks)
-            _in_flight(start, finish, partial(compute, 1))  # the first run is slow
-            alone = partial(_awaited, start, finish, lambda: None)
-            times = [seconds_of(alone, 1, device) / _STARTED, seconds_of(partial(compute, 3), 1, device) / 3]
-            sending, computing = slowest(times, device)
-            of_sizes[-1] += sending
-            count = max(1, round(sending / computing))  # about as long as the collective
-            runs += [
-                alone,
-                partial(compute, _STARTED * count),
-                partial(_in_flight, start, finish, partial(compute, count)),
-                partial(_awaited, start, finish, partial(compute, 1)),
-            ]
+    timed = sizes_to_time({size: sum(seconds) * _STARTED for size, seconds in once.items()}, _MOST_BUDGETS * budget)
+    (computing,) = slowest([seconds_of(partial(compute, 3), 1, device) / 3], device)
+    counts = [max(1, round(seconds / computing)) for size in timed for seconds in once[size]]  # about as long as it
+    chosen = [call for size in timed for call in calls[size]]
+    runs = [partial(compute, _IN_TURN)]
+    for call, count in zip(chosen, counts, strict=True):
+        _overlapped(call.start, call.finish, partial(compute, count))  # the first run is slow
+        runs += [
+            partial(_in_turn, call.start, call.finish, lambda: None, _IN_TURN),
+            partial(compute, _IN_FLIGHT * count),
+            partial(_overlapped, call.start, call.finish, partial(compute, count)),
+            partial(_in_turn, call.start, call.finish, partial(compute, 1), _IN_TURN),
+        ]
     short, *others = time_all(runs, budget, device)
     taken = iter(others)
     return [
-        Transfer(*call, sending / _STARTED, (together - computing) / _STARTED, (awaited - short) / _STARTED)
-        for call, sending, computing, together, awaited in zip(calls, taken, taken, taken, taken, strict=True)
-    ]
+        Transfer(
+            call.operation, call.operand, call.result,
+            alone / _IN_TURN, (together - computing) / _IN_FLIGHT, (awaited - short) / _IN_TURN,
+        )
+        for call, alone, computing, together, awaited in zip(chosen, taken, taken, taken, taken, strict=True)
+    ]  # fmt: skip
 
 
-def _takes(of_sizes: Sequence[float]) -> float:
-    """Seconds of measuring all sizes and the next one, which has eight times the bytes."""
-    more = of_sizes[-1] + 8 * max(0.0, of_sizes[-1] - of_sizes[-2])
-    return (sum(of_sizes) + more) * _STARTED * _TIMED * LEAST_ROUNDS
+def sizes_to_time(takes: Mapping[int, float], within: float) -> list[int]:
+    """The sizes to time, ascending: of those that take so many seconds to time, which is ``within`` so many in all.
+
+    The smallest tells the latency, and the largest that there is time for the bandwidth, even if only because it takes
+    little longer than the smallest; then others, from the largest on.
+    """
+    smallest, *others = sorted(takes)
+    left = max(within - takes[smallest], 2 * takes[smallest])
+    timed = [smallest]
+    for size in reversed(others):
+        if takes[size] <= left or (size == others[0] and len(timed) == 1):
+            timed.append(size)
+            left = min(left, within - takes[smallest]) - takes[size]
+    return sorted(timed)
+
+
+class _Call(NamedTuple):
+    """A collective: its operation, the bytes of a rank's input and output, what starts it and what waits for it."""
+
+    operation: str
+    operand: int
+    result: int
+    start: Callable[[], torch.Tensor]
+    finish: Callable[[torch.Tensor], object]
+
+
+def _of_size(nbytes: int, group: str, ranks: int, device: torch.device) -> list[_Call]:
+    """The collectives of about so many bytes in the larger of input and output."""
+    found = []
+    for operation in COLLECTIVES:
+        whole = nbytes // 4 // ranks * ranks
+        operand = whole // ranks if operation == "all_gather_into_tensor" else whole
+        result = whole // ranks if operation == "reduce_scatter_tensor" else whole
+        start, finish = _collective(operation, torch.ones(operand, device=device), group, ranks)
+        found.append(_Call(operation, 4 * operand, 4 * result, start, finish))
+    return found
 
 
 def _collective(
@@ -96,19 +130,22 @@ def _collective(
     return partial(functional.all_gather_into_tensor, tensor, ranks, group), wait
 
 
-def _awaited(
-    start: Callable[[], torch.Tensor], finish: Callable[[torch.Tensor], object], compute: Callable[[], None]
+def _in_turn(
+    start: Callable[[], torch.Tensor],
+    finish: Callable[[torch.Tensor], object],
+    compute: Callable[[], None],
+    count: int,
 ) -> None:
-    for _ in range(_STARTED):
+    for _ in range(count):
         compute()
         finish(start())
 
 
-def _in_flight(
+def _overlapped(
     start: Callable[[], torch.Tensor], finish: Callable[[torch.Tensor], object], compute: Callable[[], None]
 ) -> None:
     in_flight: deque[torch.Tensor] = deque()
-    for _ in range(_STARTED):
+    for _ in range(_IN_FLIGHT):
         in_flight.append(start())
         compute()
         if len(in_flight) > _AHEAD:

@@ -80,10 +80,10 @@ def fitted(steps: Sequence[MeasuredStep]) -> Correction:
     return Correction(float(computation), float(communication))
 
 
-def correction_of(cluster: Cluster) -> Correction:
-    """The correction of these prices by the jobs that are remembered; none if there is no file that can be read."""
+def correction_of(cluster: Cluster) -> Correction | None:
+    """The correction of these prices by the jobs that are remembered; None if there is no file that can be read."""
     steps = [step for job in _jobs(cluster) for step in job]
-    return fitted(steps) if steps else Correction()
+    return fitted(steps) if steps else None
 
 
 def remember(steps: Sequence[MeasuredStep], cluster: Cluster) -> None:
@@ -116,6 +116,7 @@ def _is_possible(step: MeasuredStep) -> bool:
 def _file(cluster: Cluster) -> Path:
     """A file for these prices alone: those of another measurement, or release of PyTorch, have not been corrected."""
     prices: Mapping[str, object] = {
+        **({"nodes": (cluster.nodes, cluster.devices_per_node)} if cluster.nodes > 1 else {}),
         "rates": cluster.device.rates,
         "links": (cluster.intra, cluster.inter),
         "efficiency": cluster.efficiency,

@@ -26,7 +26,7 @@ from shardgraph.runtime.mesh import OVER_NODES, node_mesh
 from shardgraph.runtime.nodes import nodes_of_run, ranks_per_node
 
 _SECONDS = 3.0
-_MEASURES = 1  # of measurements: another number if they are made otherwise
+_MEASURES = 2  # of measurements: another number if they are made otherwise
 _ETHERNET = Link(bandwidth=1.1e9, latency=5e-5)
 """A guess for nodes whose network has not been measured and whose devices have no usual one: 10 Gbit/s Ethernet."""
 

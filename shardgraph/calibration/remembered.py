@@ -38,21 +38,29 @@ def this_machine() -> Cluster:
     a longer ``shardgraph calibrate`` as ``cluster``. What is measured while other programs keep the machine busy is
     remembered for as long as they do, and then measured again. Where they cannot be measured, they are
     :meth:`Cluster.detect`'s guesses, with a warning. Prices that measured steps have corrected (:func:`learn`) are
-    corrected. In a run over several nodes it is as many such machines, with the network between them.
+    corrected. In a run over several nodes it is as many such machines, with the network between them, corrected by
+    steps of such runs.
 
     Raises:
         ClusterError: it has a GPU that is not described.
     """
     machine = _uncorrected()
-    return on_nodes_of_run(correction_of(machine).of(machine))
+    priced = on_nodes_of_run(machine)
+    if (correction := correction_of(priced)) is not None:
+        return correction.of(priced)
+    inside = correction_of(machine) or Correction()  # by jobs of one node, which know nothing of the network
+    return on_nodes_of_run(inside.of(machine))
 
 
 def learn(steps: Sequence[MeasuredStep]) -> Correction:
-    """Correct the prices of this machine for next time by the measured steps of a job, whose predictions were made with
-    the present prices; returns the factors between these."""
+    """Correct the prices of this machine, or of the nodes of this run, for next time by the measured steps of a job,
+    whose predictions were made with the present prices; returns the factors between these."""
     machine = _uncorrected()
-    present = correction_of(machine)
-    remember([present.undone(step) for step in steps], machine)
+    priced = on_nodes_of_run(machine)
+    present = correction_of(priced)
+    if present is None:  # those of one node, as :func:`this_machine` has it
+        present = replace(correction_of(machine) or Correction(), communication=1.0)
+    remember([present.undone(step) for step in steps], priced)
     return fitted(steps)
 
 
