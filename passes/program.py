@@ -189,13 +189,22 @@ class Program:
         if name in self.graphs and not absent:
             return self.graphs[name]
         if (name, absent) not in self._made:
-            backward = sibling(name, "backward")
-            graphs: Graphs = {backward: ir.copy_graph(self.graphs[backward])}
-            steps: list[GraphsPass] = [DropZeroTangents(absent)] if absent else []
-            steps += [UpdateParameters(self._saved)] if name == "update" else _DERIVED.get(name.rpartition("/")[2], ())
-            run_on_graphs(graphs, steps, self.context.of_graph())
-            self._made.update({(name if made == backward else made, absent): gm for made, gm in graphs.items()})
+            self._made.update({(made, absent): gm for made, gm in self._derived(name, absent).items()})
         return self._made[name, absent]
+
+    def glimpse(self, name: str) -> fx.GraphModule:
+        """As :meth:`graph`, but one that is made for this is not kept for later."""
+        known = name in self.graphs or (name, frozenset()) in self._made
+        return self.graph(name) if known else self._derived(name, frozenset())[name]
+
+    def _derived(self, name: str, absent: frozenset[ir.Tangent]) -> Graphs:
+        """What is made from backward for a graph of this name: that, and what is made with it."""
+        backward = sibling(name, "backward")
+        graphs: Graphs = {backward: ir.copy_graph(self.graphs[backward])}
+        steps: list[GraphsPass] = [DropZeroTangents(absent)] if absent else []
+        steps += [UpdateParameters(self._saved)] if name == "update" else _DERIVED.get(name.rpartition("/")[2], ())
+        run_on_graphs(graphs, steps, self.context.of_graph())
+        return {(name if made == backward else made): gm for made, gm in graphs.items()}
 
     def shadow(self, name: str) -> fx.GraphModule:
         """What a rank without a batch runs while others run graph ``name``; see :class:`Shadow`."""

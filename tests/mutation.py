@@ -79,10 +79,18 @@ WITHOUT = {
         "the judge of this page computes with the model as it is written, not in float8; "
         "`tests/test_scaled_products.py` compares training with plain torch"
     ),
-    "add-accumulated": "derived under no_sync, which verify does not run; tests of no_sync compare with one process",
-    "update-parameters": "derived for sharded.step, which verify does not run; tests compare it with torch's step",
+    "add-accumulated": (
+        "derived under no_sync, which verify does not run; prove does not pass its faults "
+        "(`tests/test_proof_derived.py`), and tests of no_sync compare with one process"
+    ),
+    "update-parameters": (
+        "derived for sharded.step, which verify does not run; prove does not pass its faults, and tests compare it "
+        "with torch's step"
+    ),
     "shadow": "derived inside of join(), which verify does not run; tests compare it with DDP's",
-    "reduce-alone": "derived likewise, for a program that ends a no_sync of another one",
+    "reduce-alone": (
+        "derived likewise, for a program that ends a no_sync of another one; prove does not pass its faults"
+    ),
 }
 """Passes that cannot make a fault that shows in a value, with the reason."""
 DOCS = Path(__file__).parents[1] / "docs"

@@ -72,8 +72,8 @@ def planned(cache: str) -> tuple[str, Cluster, Cluster | None, list[str]]:
 
 
 def learned(cache: str) -> list[Cluster]:
-    """This machine in a run over two nodes: before anything is learned, after a job in one node, and after one over both
-    nodes; then in a run in one node after the former, and after both."""
+    """This machine in a run over two nodes: before anything is learned, after a job in one node, and after one over
+    both nodes; then in a run in one node after the former, and after both."""
     own = str(Path(cache) / f"rank {dist.get_rank()}")
     with two_nodes(own):
         network._remember(Link(1e9, 1e-4), network.network_file())

@@ -53,7 +53,8 @@ def lowered(
     def proved() -> Program:
         program = lower(joint, plan, shapes, show)
         show("prove")
-        prove(program).raise_if_wrong()
+        # Derived graphs are made by the same passes when they are needed, and take as long again.
+        prove(program, derived=False).raise_if_wrong()
         return program
 
     name = entry_name(joint.kept, "program", plan.to_yaml(), dict(shapes)) if shared(ranks) else None

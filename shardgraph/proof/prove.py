@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,11 @@ from shardgraph import ir
 from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MADE_BY, SOURCE
 from shardgraph.mesh import size_along
+from shardgraph.passes.parameters.accumulate_gradients import adding_to_earlier
 from shardgraph.passes.program import Halves, Program, StageProgram
 from shardgraph.plans.parameter_plan import OWN, unsharded
 from shardgraph.proof.definitions import added, filled
+from shardgraph.proof.handed import Handed
 from shardgraph.proof.held import Held, UntypedError, of_term
 from shardgraph.proof.norms import Squared
 from shardgraph.proof.recall import Recall, between_layers
@@ -77,7 +79,7 @@ class Proof:
         return "\n".join([self.summary, *(f"  {each}" for each in shown)])
 
 
-def prove(program: Program) -> Proof:
+def prove(program: Program, *, derived: bool = True) -> Proof:
     """Prove that ``program`` gives what the captured graph gives, on every rank, for all weights and inputs.
 
     Every value of the program is typed: which value of the captured graph it is, and how the ranks of the mesh hold it
@@ -85,18 +87,21 @@ def prove(program: Program) -> Proof:
     captured ones over data-parallel ranks, held as their parameters are. Squared norms of gradients must be of
     these, and of those of each rank. Nothing runs, so sizes do not matter.
 
+    Without ``derived``, the graphs that are made from backward when they are needed are left out: those of ``no_sync``,
+    and that which updates parameters.
+
     What is only numeric (a dtype, the order of a sum) is not proved: see :func:`shardgraph.verify`.
     """
     if cuts := between_layers(program.joint.module):
-        proof = _Proving(program, cuts).proof()
+        proof = _Proving(program, derived, cuts).proof()
         if proof.ok:
             return proof
-    return _Proving(program).proof()
+    return _Proving(program, derived).proof()
 
 
 class _Proving:
-    def __init__(self, program: Program, cuts: Collection[fx.Node] = ()) -> None:
-        self.program, self.mesh, self.cuts = program, program.plan.mesh, cuts
+    def __init__(self, program: Program, derived: bool, cuts: Collection[fx.Node] = ()) -> None:
+        self.program, self.mesh, self.cuts, self.derived = program, program.plan.mesh, cuts, derived
         self.data = {axis: size for axis, size in program.plan.data_mesh if size > 1}
         self.terms = Terms()
         self.recall = Recall(self.terms) if cuts else None
@@ -148,12 +153,63 @@ class _Proving:
         for stage, own in zip(reversed(self.program.stages), reversed(saved), strict=True):
             halves = stage.again if recomputes else stage.kept
             if halves.backward is not None:
+                drawn = typing.drawn
                 results = self._backward(typing, stage, halves, {**own, **returned})
                 returned = {role: value for role, value in results.items() if isinstance(role, ir.Returned)}
                 self._collect(typing, stage, results, totals, self.captured)
                 self._compare_norms(results, self.captured)
         self._compare_gradients(totals, self.captured)
         self.unknown[:0] = [self._of_node(node, why) for node, why in typing.untyped]
+        if self.derived and self.program.differentiable and not self.wrong and not self.unknown:
+            self._derived(typing, saved[0], drawn)
+            self.unknown[:0] = [self._of_node(node, why) for node, why in typing.untyped]
+
+    def _derived(self, typing: Typing, saved: dict[ir.Role, Any], drawn: int) -> None:
+        """The graphs that are made from backward: that hands gradients over to an updater, that keeps them to itself,
+        that adds those of earlier batches to them, and the one that reduces such alone."""
+
+        def results_of(gm: fx.GraphModule, given: Mapping[ir.Role, Any]) -> dict[ir.Role, Any]:
+            typing.drawn = drawn  # it runs instead of backward
+            return self._run(typing, gm, {**saved, **given}, derived=True)
+
+        made, handed = self.program.glimpse, Handed()
+        left = results_of(made("update"), {ir.Updater(): handed})
+        self._compare_gradients({**_of_parameters(left), **handed.gradients}, self.captured)
+        if not self.data:
+            return
+        own, alone = _of_parameters(results_of(made("local"), {})), made("reduce")
+        reduced = {ir.Gradient(role.of): role for role in ir.placeholders(alone) if isinstance(role, ir.Accumulated)}
+        kept = {role: self._kept(role, own.get(role.of.fqn)) for role in reduced.values()}
+        self._compare_gradients(own, {role: held for role, held in self.captured.items() if role not in reduced})
+        earlier = {gradient: self._earlier(role, self.captured[gradient]) for gradient, role in reduced.items()}
+        both = {role: added(typing, self.captured[role], held) for role, held in earlier.items()}
+        for gm, expected in ((made("accumulate"), {**self.captured, **both}), (alone, earlier)):
+            results = results_of(gm, kept)
+            self._compare_gradients(_of_parameters(results), expected)
+            self._compare_norms(results, expected, (True,))
+
+    def _kept(self, role: ir.Accumulated, value: Any) -> Held | None:
+        """What ranks have kept of earlier batches, if of one they keep ``value``: as they hold that, they hold the sum
+        of several, in whatever parts, summands or multiples. That it is enough is shown where it is reduced."""
+        self.results += 1
+        expected = self.captured[ir.Gradient(role.of)]
+        if isinstance(value, Held) and value.term is expected.term and value.uneven is None:
+            return self._earlier(role, value)
+        self._unknown(role, f"it is {value}, which is not shown to be {expected}")
+        return None
+
+    def _earlier(self, role: ir.Accumulated, held: Held) -> Held:
+        """The same of earlier batches."""
+        return replace(held, term=self.terms.make("input", [repr(role)], held.term.shape, held.term.varies))
+
+    def _accumulated(self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any], own: dict[Any, Any]) -> None:
+        """The graph of later microbatches of a pipeline, which adds the gradients of those before to its own."""
+        gradients = {r: v for r, v in own.items() if isinstance(r, ir.Gradient) and isinstance(r.of, ir.Parameter)}
+        kept = {role: self._earlier(ir.Accumulated(role.of), held) for role, held in gradients.items() if held}
+        given = given | {ir.Accumulated(role.of): held for role, held in kept.items()}
+        results = self._run(typing, adding_to_earlier(gm), given, derived=True) if kept else {}
+        for role, held in kept.items():
+            self._compare(role, results.get(role), added(typing, gradients[role], held))
 
     def _without(self, absent: frozenset[ir.Tangent]) -> None:
         """Backward of a loss that does not depend on some outputs: as with gradients of zero."""
@@ -177,10 +233,19 @@ class _Proving:
         actions = (action for place in self.program.actions for action in place if action.stage == stage.number)
         results: dict[ir.Role, Any] = {}
         for kind in dict.fromkeys(action.kind for action in actions if action.kind != "F"):
-            results |= self._run(typing, self.program.graph(halves.name(kind)), {**given, **results})
+            gm, drawn = self.program.graph(halves.name(kind)), typing.drawn
+            before = {**given, **results}
+            own = self._run(typing, gm, before)
+            results |= own
+            if self.derived and self.program.plan.pipeline is not None:
+                after, typing.drawn = typing.drawn, drawn
+                self._accumulated(typing, gm, before, own)
+                typing.drawn = after
         return results
 
-    def _run(self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any]) -> dict[ir.Role, Any]:
+    def _run(
+        self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any], *, derived: bool = False
+    ) -> dict[ir.Role, Any]:
         def inputs(role: ir.Role, node: fx.Node) -> Any:
             if role in given:
                 return given[role]
@@ -190,7 +255,7 @@ class _Proving:
                 return self._captured(role, node)
             raise UntypedError(f"no graph before it gives {role}")
 
-        return typing.run(gm, inputs)
+        return typing.run(gm, inputs, derived=derived)
 
     def _stored(self, role: ir.Parameter, node: fx.Node) -> Held:
         full = of_term(self.terms.make("input", [repr(role)], self.program.shapes[role.fqn]))
@@ -261,14 +326,16 @@ class _Proving:
                 else:
                     self._compare(role, totals.get(fqn), expected)
 
-    def _compare_norms(self, results: dict[ir.Role, Any], captured: dict[ir.Role, Any]) -> None:
+    def _compare_norms(
+        self, results: dict[ir.Role, Any], captured: dict[ir.Role, Any], of_reduced: Sequence[bool] = (False, True)
+    ) -> None:
         """A squared norm is of what a rank has of its batch's gradient, as operators divide it, or of the mean."""
         gradients = {r.of: v for r, v in captured.items() if isinstance(r, ir.Gradient) and v is not None}
         for of, gradient in gradients.items() if self.program.plan.measures_gradients else ():
             if not isinstance(of, ir.Parameter):
                 continue
             entry = self.program.parameters[of.fqn]
-            for reduced in (False, True):
+            for reduced in of_reduced:
                 role = ir.SquaredNorm(of, reduced)
                 value = results.get(role)
                 try:
@@ -306,6 +373,15 @@ class _Proving:
 
     def _of_node(self, node: fx.Node, why: str) -> Unproved:
         return Unproved(node.name, why, MADE_BY.get(node, ""), SOURCE.get(node, ""))
+
+
+def _of_parameters(results: Mapping[ir.Role, Any]) -> dict[str, Any]:
+    """The gradients of parameters, by name."""
+    return {
+        role.of.fqn: value
+        for role, value in results.items()
+        if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter)
+    }
 
 
 def _same(value: Any, expected: Held) -> bool:

@@ -46,6 +46,26 @@ Typed = Any
 """What ranks hold, a number, or a list of these; None: not known."""
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A node that neither writes nor draws random numbers, with what its operands and it are."""
+
+    node: fx.Node
+    operands: list[Typed]
+    value: Typed
+
+    def is_of(self, node: fx.Node, operands: Mapping[fx.Node, Typed]) -> bool:
+        """Whether a node of another graph does the same."""
+        if node.target is not self.node.target or list(operands.values()) != self.operands:
+            return False
+        names = [fx.map_arg((each.args, dict(each.kwargs)), _name) for each in (node, self.node)]
+        return names[0] == names[1] and node.meta.get("val") is self.node.meta.get("val")
+
+
+def _name(node: fx.Node) -> str:
+    return f"%{node.name}"
+
+
 @dataclass
 class Typing:
     """Types graphs one after another, with terms in common.
@@ -62,11 +82,20 @@ class Typing:
     untyped: list[tuple[fx.Node, str]] = field(default_factory=list)
     drawn: int = 0
     recall: Recall | None = None
+    _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def run(
-        self, gm: fx.GraphModule, inputs: Callable[[Role, fx.Node], Held], cuts: Collection[fx.Node] = ()
+        self,
+        gm: fx.GraphModule,
+        inputs: Callable[[Role, fx.Node], Held],
+        cuts: Collection[fx.Node] = (),
+        *,
+        derived: bool = False,
     ) -> dict[Role, Typed]:
-        """What ranks hold of a graph's results, by role. What the nodes in ``cuts`` give is cut."""
+        """What ranks hold of a graph's results, by role. What the nodes in ``cuts`` give is cut. Of a graph that is
+        ``derived`` from the one before, nodes that do the same are not typed again."""
+        if not derived:
+            self._seen = {}
         known: dict[fx.Node, Typed] = {}
         for node in gm.graph.nodes:
             if node.op == "output":
@@ -93,6 +122,14 @@ class Typing:
         operands = {each: known[each] for each in node.all_input_nodes}
         if any(value is None for value in operands.values()):
             return None
+        if (seen := self._seen.get(node.name)) is not None and seen.is_of(node, operands):
+            return seen.value
+        value = self._typed_anew(gm, node, operands)
+        if not _writes(node.target) and not _draws(node.target):
+            self._seen[node.name] = _Seen(node, list(operands.values()), value)
+        return value
+
+    def _typed_anew(self, gm: fx.GraphModule, node: fx.Node, operands: dict[fx.Node, Typed]) -> Typed:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and not fake.numel():  # which is all that there is to know of it
             return of_term(self.terms.make("no elements", [], fake.shape))
@@ -145,16 +182,15 @@ class Typing:
             results = apply(self.terms, target, tensors, constants, rule)
             return results if len(rule.results) > 1 else results[0]
         tags = getattr(target, "tags", ())
-        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        if torch.Tag.pointwise in tags and not _draws(target):
             return pointwise(self.terms, target, args, kwargs)
         raise UntypedError(f"there is no rule for {target} of what ranks do not have whole")
 
     def _opaque(self, node: fx.Node, args: Any, kwargs: Any) -> Typed:
         """An operation of which nothing is known: the same on ranks that have the same operands, whole."""
         whole = pytree.tree_map_only(Held, lambda held: lifted(self.terms, held).view, (args, kwargs))
-        tags = getattr(node.target, "tags", ())
         varies: frozenset[str] = frozenset()
-        if torch.Tag.nondeterministic_seeded in tags:
+        if _draws(node.target):
             self.drawn += 1
             whole, varies = (*whole, self.drawn), self.data
         value = node.meta.get("val")
@@ -216,6 +252,10 @@ _NEW = (
 def _writes(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _draws(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _alone(node: fx.Node) -> bool:
