@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 import sysconfig
 import threading
 import traceback
@@ -13,8 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
-from types import FrameType
+from itertools import count, dropwhile, takewhile
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgraph import ir, torch_api
+from shardgraph.runtime.watch.stacks import Frame, Stack, threads
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -119,7 +118,7 @@ def counted_step() -> Iterator[None]:
 def of_error(error: BaseException) -> Place:
     """The place where an error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return _of_thread(0, frames[-1]) if frames else Place("", ())
+    return _of_thread(0, Stack.of(frames[-1])) if frames else Place("", ())
 
 
 def know(code: Any, module: fx.GraphModule) -> None:
@@ -146,24 +145,23 @@ def agreeing(topic: str) -> Iterator[Waiting]:
 def here() -> Place:
     """The place of the thread that communicates, or else of the main thread."""
     own, main = threading.get_ident(), threading.main_thread().ident
-    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
+    stacks = {thread: Stack.of_thread(thread) for thread in threads() if thread != own}
     found: Place | None = None
-    for thread in sorted(frames, key=lambda each: each != main):
-        place = _of_thread(thread, frames[thread])
+    for thread in sorted(stacks, key=lambda each: each != main):
+        place = _of_thread(thread, stacks[thread])
         if place.operation or place.absent:
-            return place if thread == main else replace(place, beside=_beside(thread, frames.get(main or 0)))
+            return place if thread == main else replace(place, beside=_beside(thread, stacks.get(main or 0)))
         found = found or (place if thread == main else None)
     return found or Place("nothing that is known", ())
 
 
-def _beside(thread: int, main: FrameType | None) -> str:
-    """What a thread is to a main thread at the frame ``main``: as :attr:`Place.beside` has it."""
+def _beside(thread: int, main: Stack | None) -> str:
+    """What a thread is to a main thread with the stack ``main``: as :attr:`Place.beside` has it."""
     if not any(each.ident == thread and each.name.startswith("shardgraph save") for each in threading.enumerate()):
         return "user"
-    waits = main is not None and main.f_code.co_filename == threading.__file__
-    while main is not None and main.f_code.co_filename == threading.__file__:
-        main = main.f_back
-    return "" if waits and main is not None and main.f_code.co_filename.startswith(_OURS) else "save"
+    files = [] if main is None else [frame.file for frame in main.frames]
+    callers = list(dropwhile(lambda file: file == threading.__file__, files))
+    return "" if callers != files and callers and callers[0].startswith(_OURS) else "save"
 
 
 def described(error: BaseException) -> str:
@@ -199,43 +197,47 @@ def _raised_at(error: BaseException) -> str:
     return at
 
 
-def _of_thread(thread: int, frame: FrameType) -> Place:
-    line = _users_line(frame)
+def _of_thread(thread: int, stack: Stack) -> Place:
+    line = _users_line(stack)
     if (agreement := waiting.get(thread)) is not None:
         absent = tuple(agreement.absent)
         text = f"waiting for all ranks at {agreement.topic}{line}"
         passed = thread, agreement.number, absent
         return Place(text, passed, "agreement", absent=absent, answer=agreement.answer)
-    mark = thread, id(frame), frame.f_lasti, calls
-    called: FrameType | None = None
-    functional = ""
-    each: FrameType | None = frame
-    while each is not None and each.f_code.co_filename.startswith(_TORCH):
-        file, name = each.f_code.co_filename, each.f_code.co_name
-        if file.endswith("distributed_c10d.py") and not name.startswith("_"):
-            called = each
-        elif file.endswith("_functional_collectives.py") or name == "full_tensor":
-            functional = name
-        each = each.f_back
-    if called is not None and (name := called.f_code.co_name) in _COLLECTIVES | _MESSAGES:
-        return Place(f"{name}{line}", mark, name, _group_of(called), run=step, message=name in _MESSAGES)
-    if functional:
-        return Place(f"{functional}{line}", mark, functional, _group_of(frame), run=step)
-    if _PIPELINING in frame.f_code.co_filename:
+    if not stack.frames:
+        return Place("nothing that is known", (thread,))
+    innermost = stack.frames[0]
+    mark: tuple[Any, ...] = thread, innermost.code, innermost.instruction, calls
+    in_torch = list(takewhile(lambda frame: frame.file.startswith(_TORCH), stack.frames))
+    called = functional = ""
+    outermost = 0
+    for depth, frame in enumerate(in_torch):
+        if frame.file.endswith("distributed_c10d.py") and not frame.name.startswith("_"):
+            called, outermost = frame.name, depth
+        elif frame.file.endswith("_functional_collectives.py") or frame.name == "full_tensor":
+            functional = frame.name
+    if called not in _COLLECTIVES | _MESSAGES:
+        called, outermost = functional, 0
+    if called:
+        group = _group_of(stack.variables(outermost, len(in_torch)))
+        mark = *mark, torch_api.operation_counts(set()).get(group)  # in a loop, the same call is another operation
+        return Place(f"{called}{line}", mark, called, group, run=step, message=called in _MESSAGES)
+    if _PIPELINING in innermost.file:
         everyone = str(dist.group.WORLD.group_name) if dist.is_initialized() and dist.group.WORLD is not None else ""
         return Place(
             f"a message between stages of the pipeline{line}", mark, "message", everyone, run=step, message=True
         )
-    if each is not None and (found := _in_graph(each)) is not None:
+    callers = stack.frames[len(in_torch) :]
+    if callers and (found := _in_graph(callers[0])) is not None:
         operation, text, group = found
         return Place(f"{text}{line}", mark, operation, group, run=calls if step is None else step)
     return Place(f"computing{line}", mark)
 
 
-def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
+def _in_graph(frame: Frame) -> tuple[str, str, str] | None:
     """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    if (module := _graphs.get(file)) is None or not (line := re.match(r"\s*(\w+)", linecache.getline(file, number))):
+    module, line = _graphs.get(frame.file), re.match(r"\s*(\w+)", linecache.getline(frame.file, frame.line))
+    if module is None or not line:
         return None
     node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
     if node is not None and node.target is ir.WAIT:
@@ -246,19 +248,18 @@ def _in_graph(frame: FrameType) -> tuple[str, str, str] | None:
     return text.partition(" (")[0], text, ir.group_of(node)
 
 
-def _group_of(frame: FrameType | None) -> str:
+def _group_of(functions: Sequence[tuple[Frame, dict[str, Any]]]) -> str:
     """The group that torch's functions communicate in, as the first of them that has one in its variables says."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        for value in map(frame.f_locals.get, _GROUPS):
+    for frame, variables in functions:
+        for value in map(variables.get, _GROUPS):
             mesh = value.device_mesh if isinstance(value, DTensor) else value
             if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
                 with suppress(RuntimeError):  # a mesh for asking which layouts there are has no groups
                     return str(mesh.get_group().group_name)
             if isinstance(value, dist.ProcessGroup):
                 return str(value.group_name)
-        if frame.f_code.co_filename.endswith("distributed_c10d.py") and frame.f_code.co_name in _COLLECTIVES:
+        if frame.file.endswith("distributed_c10d.py") and frame.name in _COLLECTIVES:
             return str(dist.group.WORLD.group_name) if dist.group.WORLD is not None else ""
-        frame = frame.f_back
     return ""
 
 
@@ -268,11 +269,9 @@ def is_users(file: str) -> bool:
     return not python and "torchinductor" not in file and not file.startswith((_TORCH, _OURS, "<"))
 
 
-def _users_line(frame: FrameType | None) -> str:
+def _users_line(stack: Stack) -> str:
     """The innermost line that is of neither torch nor this package."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return f", called at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+    for frame in stack.frames:
+        if is_users(frame.file):
+            return f", called at {os.path.basename(frame.file)}:{frame.line} in {frame.name}"
     return ""
