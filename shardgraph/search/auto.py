@@ -47,6 +47,9 @@ _DOUBT_OF_FEW = 1.25
 _DOUBT_OF_SMALL = 2.0
 """Likewise for small models, whose operations take little but their overhead, and which are priced in no time."""
 
+_DOUBT_OF_SCHEDULES = 1.1
+"""Likewise for pipelines, if each schedule is priced once: ZBV's estimates have been up to 1.09 of exact prices."""
+
 _BOUNDS = 4
 """Meshes whose bounds are listed."""
 
@@ -219,9 +222,7 @@ class Finals:
             best = self._best
             if asked >= self._tries or (best is not None and self._is_slower(layout, guess, best)):
                 break
-            if self._saves_needlessly(layout) or self._is_too_large(layout, guess):
-                continue
-            if layout.stages > 1 and self._why_no_stages:
+            if not self._is_possible(layout, guess):
                 continue
             if best is not None and tried >= self._most and layout not in presets:
                 continue
@@ -230,6 +231,26 @@ class Finals:
             tried += (priced := self._priced[layout]) is None or priced.memory <= self._budget
         if self._best is None and fitting and not any(self._priced.values()):
             self._price(fitting[0][0], whole=True)
+        self._price_schedules(fitting)
+
+    def _price_schedules(self, fitting: Sequence[Estimated]) -> None:
+        """Price, inside a node, the layout with the best estimate of each schedule that is close to the best price: of
+        how long stages wait for each other estimates know least, and few stages are soon priced."""
+        if self._best is None or self._machine.world_size > self._machine.closest:
+            return
+        priced = set[str]()
+        for layout, guess in fitting:
+            if per_sample((layout, guess)) > _DOUBT_OF_SCHEDULES * self.fastest or self._limit.over:
+                break
+            if layout.stages > 1 and layout.schedule not in priced and self._is_possible(layout, guess):
+                self._price(layout)
+                priced.add(layout.schedule)
+
+    def _is_possible(self, layout: Layout, guess: Estimate) -> bool:
+        """Whether a layout that may fit is worth a price: it may have stages, and saves no memory needlessly."""
+        if self._saves_needlessly(layout) or self._is_too_large(layout, guess):
+            return False
+        return layout.stages == 1 or not self._why_no_stages
 
     def bound(self, estimated: Sequence[Estimated]) -> float:
         """Seconds per sample of an estimate beyond which no layout is the fastest, since one of these that fits is not
