@@ -16,7 +16,9 @@ from shardgraph.errors import RankFailedError
 from shardgraph.runtime import watch
 from shardgraph.runtime.watch import flight, place
 from shardgraph.runtime.watch.compared import findings
+from shardgraph.runtime.watch.stacks import Frame
 from shardgraph.runtime.watch.stuck import STILL, Status, verdict
+from shardgraph.runtime.watch.watcher import Watcher
 
 BOTH = (0, 1)
 
@@ -182,6 +184,27 @@ def test_a_graph_is_as_it_was_once_its_code_notes_collectives() -> None:
     with flight.noting(gm):
         assert gm.code.count(" = shardgraph_runtime_watch_flight_mark(") == 2
     assert gm.code == before
+
+
+def test_a_look_that_fails_does_not_end_the_watch(monkeypatch, capsys) -> None:
+    watcher = Watcher.__new__(Watcher)
+    watcher.rank, watcher._puzzled = 3, False
+
+    def fail() -> None:
+        raise TypeError("no line")
+
+    monkeypatch.setattr(watcher, "_look", fail)
+    watcher._look_if_possible()
+    watcher._look_if_possible()
+    assert capsys.readouterr().err.count("shardgraph: rank 3 is watched with gaps: TypeError: no line") == 1
+
+
+def test_generated_code_may_be_at_no_line() -> None:
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    gm = fx.GraphModule(nn.Module(), graph)
+    place.know(gm.forward, gm)
+    assert place._in_graph(Frame(type(gm).forward.__code__, None, 0)) is None
 
 
 def test_an_error_that_is_raised_from_itself_ends_a_rank_too() -> None:

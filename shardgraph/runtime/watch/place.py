@@ -236,8 +236,9 @@ def _of_thread(thread: int, stack: Stack) -> Place:
 
 def _in_graph(frame: Frame) -> tuple[str, str, str] | None:
     """The collective that generated code starts or awaits at this frame: its kind, a description and its group."""
-    module, line = _graphs.get(frame.file), re.match(r"\s*(\w+)", linecache.getline(frame.file, frame.line))
-    if module is None or not line:
+    if (module := _graphs.get(frame.file)) is None or frame.line is None:
+        return None
+    if not (line := re.match(r"\s*(\w+)", linecache.getline(frame.file, frame.line))):
         return None
     node = next((node for node in module.graph.nodes if node.name == line.group(1)), None)
     if node is not None and node.target is ir.WAIT:

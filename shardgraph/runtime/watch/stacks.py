@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 
 class Frame(NamedTuple):
-    """A call of a function: its code, and the line and the instruction that it is at."""
+    """A call of a function: its code, and the line, if it is at one, and the instruction that it is at."""
 
     code: CodeType
-    line: int
+    line: int | None
     instruction: int
 
     @property

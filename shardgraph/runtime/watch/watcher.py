@@ -58,7 +58,7 @@ class Watcher:
         self._store = torch_api.own_connection()
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._writing, self._at_store = threading.Lock(), threading.Lock()
-        self._told = self._over = False
+        self._told = self._over = self._puzzled = False
         self._asking: threading.Thread | None = None  # the store what others wait for
         self._unanswered = 0  # looks since it began to
         self._at, self._looks, self._motion, self._posted = Place("", ()), 0, Motion(), False
@@ -163,7 +163,7 @@ class Watcher:
                 self.introduced.set()
             while not self._over:
                 self._hear(_LOOK)
-                self._look()
+                self._look_if_possible()
                 if not dist.is_initialized() or dist.group.WORLD is not self.group:
                     self.leave(f"rank {self.rank} has destroyed its process group")
 
@@ -227,6 +227,18 @@ class Watcher:
         self._since = time.monotonic()
         self.failed.set()
         torch_api.break_connections()
+
+    def _look_if_possible(self) -> None:
+        """Look, and go on watching if a look cannot tell what it sees, which is said once."""
+        try:
+            self._look()
+        except (dist.DistError, OSError, ValueError):
+            raise
+        except Exception as error:
+            if not self._puzzled:
+                text = f"shardgraph: rank {self.rank} is watched with gaps: {place.described(error)}"
+                print(text, file=sys.stderr, flush=True)
+            self._puzzled = True
 
     def _look(self) -> None:
         now = place.here()
