@@ -70,6 +70,15 @@ def test_a_pipeline_is_proved():
     assert proof.ok, str(proof)
 
 
+def test_a_pipeline_with_a_loss_of_its_output_alone_is_proved_with_it():
+    """The loss of a call without a target had been left out, with the gradients of what it does not depend on."""
+    model = nn.Sequential(block(), block())
+    about = {"mesh": {"pp": 2}, "pipeline": shardgraph.Pipeline(stages=("1",), microbatches=2), "cluster": "H100"}
+    assert shardgraph.prove(model, INPUTS, "pp", loss_fn=lambda output: output.square().mean(), **about).ok
+    with pytest.raises(shardgraph.CaptureError, match="called with the model's output alone"):
+        shardgraph.prove(model, INPUTS, "pp", loss_fn=lambda output, target: output.mean(), **about)
+
+
 class LastToken(nn.Module):
     """A score of the last token that is not padding, as of ``GPT2ForSequenceClassification``."""
 

@@ -14,7 +14,6 @@ from shardgraph.api.options import OPTIONS
 from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import checked
 from shardgraph.calibration import this_machine
-from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
@@ -105,8 +104,7 @@ def analyze(
         return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold, captures))
     if not training:
         raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
-    loss = loss_fn or (own_loss if "labels" in kwargs else None)
-    return analyze_pipeline_source(Source(question.about(example_inputs, kwargs, loss), fused, fold, captures))
+    return analyze_pipeline_source(Source(question.about_step(example_inputs, kwargs, loss_fn), fused, fold, captures))
 
 
 def is_fused(backend: str) -> bool:

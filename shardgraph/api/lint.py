@@ -12,7 +12,6 @@ from torch import nn
 
 from shardgraph.api.options import OPTIONS
 from shardgraph.arguments import OPTIMIZER, checked
-from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.errors import ShardGraphError
@@ -100,9 +99,6 @@ def _program(
         raise ShardGraphError(str(wrapped))
     mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
     question = Question.of(model, plan, mesh_of, mesh is None, precision=precision, cluster=cluster)
-    kwargs = dict(example_kwargs or {})
-    loss = loss_fn
-    if question.plan.pipeline is not None and loss is None:
-        loss = own_loss if "labels" in kwargs else None
-    source = Source(question.about(example_inputs, kwargs, loss), fold=False, captures=Captures())
+    asked = question.about_step(example_inputs, dict(example_kwargs or {}), loss_fn)
+    source = Source(asked, fold=False, captures=Captures())
     return source.program()

@@ -13,7 +13,6 @@ from torch import nn
 from shardgraph.api.options import OPTIONS
 from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import MODEL, checked, instance
-from shardgraph.capture.capture import own_loss
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.module.sharded import ShardedModule
 from shardgraph.passes.program import Program
@@ -80,6 +79,4 @@ def prove(
     mesh_of = partial(resolve_axes, mesh=mesh, cluster=cluster)
     options = (recompute, memory, loss_chunk, offload)
     question = Question.of(model, plan, mesh_of, mesh is None, pipeline, precision, *options, cluster=cluster)
-    kwargs = dict(example_kwargs or {})
-    loss = loss_fn if question.plan.pipeline is None or "target" in kwargs else own_loss if "labels" in kwargs else None
-    return proved(Source(question.about(example_inputs, kwargs, loss)).program())
+    return proved(Source(question.about_step(example_inputs, dict(example_kwargs or {}), loss_fn)).program())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgraph.capture.capture import own_loss
 from shardgraph.capture.captures import Call
 from shardgraph.capture.casting import computed_dtypes
 from shardgraph.capture.subclasses import check_tensors
@@ -112,6 +113,13 @@ class Question:
     ) -> Question:
         """The same question for one rank's call; see :class:`shardgraph.capture.captures.Call`."""
         return replace(self, call=Call(self.model, tuple(args), dict(kwargs), loss_fn, training))
+
+    def about_step(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_fn: Callable[..., torch.Tensor] | None
+    ) -> Question:
+        """As :meth:`about`; a pipeline, whose last stage has the loss, takes the model's own where it has labels."""
+        own = self.plan.pipeline is not None and "labels" in kwargs
+        return self.about(args, kwargs, loss_fn or (own_loss if own else None))
 
     def settled(self, plan: Plan) -> Question:
         """The question that requests ``plan``, the answer to this one, without further options."""
