@@ -448,5 +448,6 @@ WITHOUT: dict[Any, str] = {
     **dict.fromkeys([aten.add_.Tensor, aten.addmm_.default], "writes an operand, and is typed as if it did not"),
     **dict.fromkeys([ir.first_row, ir.from_later], "is a number of the rank: tests/test_proof_vocabulary.py"),
     ir.SQUARED_NORM: "is of the elements that the rank has, whatever they are: tests/test_adascale.py",
+    ir.update: "gives nothing: tests/test_proof_derived.py",
     **dict.fromkeys([aten.new_zeros.default, aten.new_ones.default], "has none of its operand's elements"),
 }
