@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import shardgraph
 from shardgraph.errors import CaptureError, ModelCheckError
 from shardgraph.runtime.watch import place
+from shardgraph.runtime.watch.stacks import Stack
 from shardgraph.torch_api import mesh_without_group
 from tests import whole_programs
 from tests.standing import on_ranks
@@ -111,10 +112,8 @@ def test_distributions_check_their_arguments_at_each_call():
         model(torch.zeros(3, 4))
 
 
-def test_the_watch_passes_over_meshes_without_groups(monkeypatch):
-    monkeypatch.setattr(place, "_TORCH", __file__)
-
+def test_the_watch_passes_over_meshes_without_groups():
     def asks_for_layouts(mesh: Any) -> str:
-        return place._group_of(sys._getframe())
+        return place._group_of(Stack.of(sys._getframe()).variables(0, 1))
 
     assert asks_for_layouts(mesh_without_group(2)) == ""

@@ -19,6 +19,7 @@ from shardgraph.proof import (  # noqa: F401
     dimensions,
     experts,
     grouped,
+    handed,
     joins,
     lookups,
     norms,
