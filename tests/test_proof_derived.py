@@ -14,6 +14,7 @@ from shardgraph import ir
 from shardgraph.capture.capture import capture
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
+from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.presets import preset
 from shardgraph.plans.shards import named_shapes
 from shardgraph.proof.prove import prove
@@ -100,5 +101,13 @@ def swaps_two_names(made: Program) -> None:
 def test_a_derived_graph_with_a_fault_is_not_proved(fault: Callable[[Program], None]):
     made = program("odd-mlp", "ddp", {"dp": 2})
     fault(made)
+    assert prove(made, derived=False).ok
+    assert not prove(made).ok
+
+
+def test_a_later_microbatch_that_forgets_the_gradients_of_earlier_ones_is_not_proved(monkeypatch: pytest.MonkeyPatch):
+    made = program("tied-transformer", "pp", {"pp": 2}, pipeline=Pipeline(2))
+    assert prove(made).ok
+    monkeypatch.setattr("shardgraph.proof.prove.adding_to_earlier", ir.copy_graph)
     assert prove(made, derived=False).ok
     assert not prove(made).ok

@@ -41,17 +41,17 @@ def time_collectives(
     calls = {exponent: _of_size(2**exponent, group, ranks, device) for exponent in exponents}
     once: dict[int, list[float]] = {}  # seconds of the collectives of a size
     for exponent in exponents:
-        runs = [partial(_in_turn, call.start, call.finish, lambda: None, 1) for call in calls[exponent]]
-        for run in runs:
-            run()  # the first is slow
-        once[exponent] = slowest([seconds_of(run, 1, device) for run in runs], device)
+        tries = [partial(_in_turn, call.start, call.finish, lambda: None, 1) for call in calls[exponent]]
+        for each in tries:
+            each()  # the first is slow
+        once[exponent] = slowest([seconds_of(each, 1, device) for each in tries], device)
         if sum(once[exponent]) * _STARTED > _MOST_BUDGETS * budget:
             break
     timed = sizes_to_time({size: sum(seconds) * _STARTED for size, seconds in once.items()}, _MOST_BUDGETS * budget)
-    (computing,) = slowest([seconds_of(partial(compute, 3), 1, device) / 3], device)
-    counts = [max(1, round(seconds / computing)) for size in timed for seconds in once[size]]  # about as long as it
+    (product,) = slowest([seconds_of(partial(compute, 3), 1, device) / 3], device)
+    counts = [max(1, round(seconds / product)) for size in timed for seconds in once[size]]  # about as long as it
     chosen = [call for size in timed for call in calls[size]]
-    runs = [partial(compute, _IN_TURN)]
+    runs: list[Callable[[], object]] = [partial(compute, _IN_TURN)]
     for call, count in zip(chosen, counts, strict=True):
         _overlapped(call.start, call.finish, partial(compute, count))  # the first run is slow
         runs += [

@@ -182,7 +182,7 @@ class _Proving:
         kept = {role: self._kept(role, own.get(role.of.fqn)) for role in reduced.values()}
         self._compare_gradients(own, {role: held for role, held in self.captured.items() if role not in reduced})
         earlier = {gradient: self._earlier(role, self.captured[gradient]) for gradient, role in reduced.items()}
-        both = {role: added(typing, self.captured[role], held) for role, held in earlier.items()}
+        both = {role: self._both(typing, role, self.captured[role], held) for role, held in earlier.items()}
         for gm, expected in ((made("accumulate"), {**self.captured, **both}), (alone, earlier)):
             results = results_of(gm, kept)
             self._compare_gradients(_of_parameters(results), expected)
@@ -205,11 +205,21 @@ class _Proving:
     def _accumulated(self, typing: Typing, gm: fx.GraphModule, given: dict[ir.Role, Any], own: dict[Any, Any]) -> None:
         """The graph of later microbatches of a pipeline, which adds the gradients of those before to its own."""
         gradients = {r: v for r, v in own.items() if isinstance(r, ir.Gradient) and isinstance(r.of, ir.Parameter)}
-        kept = {role: self._earlier(ir.Accumulated(role.of), held) for role, held in gradients.items() if held}
+        kept = {r: self._earlier(ir.Accumulated(r.of), v) for r, v in gradients.items() if isinstance(v, Held)}
         given = given | {ir.Accumulated(role.of): held for role, held in kept.items()}
         results = self._run(typing, adding_to_earlier(gm), given, derived=True) if kept else {}
         for role, held in kept.items():
-            self._compare(role, results.get(role), added(typing, gradients[role], held))
+            expected = self._both(typing, role, gradients[role], held)
+            if expected is not None:
+                self._compare(role, results.get(role), expected)
+
+    def _both(self, typing: Typing, role: ir.Role, one: Held, other: Held) -> Held | None:
+        """The sum of gradients of this batch and of earlier ones; None if it is not known how ranks have it."""
+        try:
+            return added(typing, one, other)
+        except UntypedError as error:
+            self._unknown(role, str(error))
+            return None
 
     def _without(self, absent: frozenset[ir.Tangent]) -> None:
         """Backward of a loss that does not depend on some outputs: as with gradients of zero."""
