@@ -16,6 +16,7 @@ from shardgraph.passes.program import Program
 from shardgraph.passes.sharding.order_rows import OrderRows
 from shardgraph.plans.resolve import resolve_plan
 from tests.test_analysis import llama, text
+from tests.zoo import make
 
 WIDTH = 64
 aten = torch.ops.aten
@@ -173,3 +174,11 @@ def test_rows_read_in_the_wrong_order_are_found_and_not_proved(monkeypatch):
     monkeypatch.setattr("shardgraph.passes.sharding.order_rows._Ordering._move", lambda *_: None)
     report = shardgraph.verify(module, (torch.randn(4, 16, WIDTH),), "tp+sp", mesh={"tp": 4}, fp64=True)
     assert not report.ok and not report.proof.ok, str(report)
+
+
+def test_a_matrix_whose_columns_are_rows_of_the_batch_stays_in_their_order():
+    """It is read so by a product that makes gradients of a weight, which ranks have whole; it was copied as rows."""
+    model, (args, kwargs) = make("tied-transformer", 2)
+    shardgraph.annotate(model, {"**.weight": shardgraph.replicate()})
+    proof = shardgraph.prove(model, args, "tp+sp", mesh={"tp": 2}, example_kwargs=kwargs)
+    assert proof.ok, str(proof)

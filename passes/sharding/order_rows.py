@@ -247,9 +247,18 @@ class _Ordering:
 
     def _price(self, value: fx.Node) -> float:
         """The bytes of a copy of a value in the other order; infinite where its rows are columns."""
-        if self.layouts.get(value_of(value)) == TURNED:
+        if self.layouts.get(value_of(value)) == TURNED or self._is_read_by_columns(value):
             return math.inf
         return 0 if all(map(_makes_contiguous, value.users)) else self._copied(value)  # all its users copy it anyway
+
+    def _is_read_by_columns(self, value: fx.Node) -> bool:
+        """Whether rows of the batch are columns of a value, as those who read it say, of whose own it is not known."""
+        forms = ((user, self.forms[user].inputs) for user in value.users if user in self.forms)
+        return any(
+            layout == TURNED and each is value
+            for user, inputs in forms
+            for each, layout in zip(operands(user), inputs, strict=True)
+        )
 
     @cached_property
     def _of_backward(self) -> set[fx.Node]:
