@@ -41,8 +41,7 @@ def test_gradients_that_are_kept_added_and_reduced_later_are_proved(name, plan, 
     made = program(name, plan, mesh)
     found, backward = prove(made), prove(made, derived=False)
     assert found.ok, str(found)
-    trained = len(made.trained)
-    assert found.results == backward.results + 4 * trained  # handed over, kept, added, and reduced alone
+    assert found.results == backward.results + 4 * len(made.trained)  # handed over, kept, added, and reduced alone
 
 
 def test_squared_norms_of_what_is_reduced_at_last_are_proved():
@@ -51,22 +50,21 @@ def test_squared_norms_of_what_is_reduced_at_last_are_proved():
     assert found.ok, str(found)
 
 
-def _first(gm: fx.GraphModule, target: object) -> fx.Node:
-    return next(iter(gm.graph.find_nodes(op="call_function", target=target)))
-
-
-def _earlier(gm: fx.GraphModule) -> fx.Node:
-    return next(node for role, node in ir.placeholders(gm).items() if isinstance(role, ir.Accumulated))
+def _total(made: Program) -> fx.Node:
+    """The sum of a gradient and the earlier ones."""
+    inputs = ir.placeholders(made.graph("accumulate"))
+    (total,) = next(node for role, node in inputs.items() if isinstance(role, ir.Accumulated)).users
+    return total
 
 
 def forgets_earlier_ones(made: Program) -> None:
     """The gradients of this batch alone are reduced."""
-    (total,) = list(_earlier(made.graph("accumulate")).users)[:1]
+    total = _total(made)
     total.replace_all_uses_with(total.args[0])
 
 
 def adds_its_own_twice(made: Program) -> None:
-    (total,) = list(_earlier(made.graph("accumulate")).users)[:1]
+    total = _total(made)
     total.args = (total.args[0], total.args[0])
 
 

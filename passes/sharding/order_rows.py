@@ -205,8 +205,7 @@ class _Ordering:
             elif user not in self.forms:
                 yield user, None
             else:
-                taken = zip(operands(user), self.forms[user].inputs, strict=True)
-                yield user, user if all(layout != WHOLE for each, layout in taken if each is value) else None
+                yield user, None if WHOLE in self._read_as(value, user) else user
 
     def _by_ranks(self) -> set[fx.Node]:
         """The operations whose rows are to be in the order of the ranks."""
@@ -253,12 +252,12 @@ class _Ordering:
 
     def _is_read_by_columns(self, value: fx.Node) -> bool:
         """Whether rows of the batch are columns of a value, as those who read it say, of whose own it is not known."""
-        forms = ((user, self.forms[user].inputs) for user in value.users if user in self.forms)
-        return any(
-            layout == TURNED and each is value
-            for user, inputs in forms
-            for each, layout in zip(operands(user), inputs, strict=True)
-        )
+        return any(TURNED in self._read_as(value, user) for user in value.users if user in self.forms)
+
+    def _read_as(self, value: fx.Node, user: fx.Node) -> list[int]:
+        """The layouts by row in which an operation that does the same for every row reads a value."""
+        taken = zip(operands(user), self.forms[user].inputs, strict=True)
+        return [layout for each, layout in taken if each is value]
 
     @cached_property
     def _of_backward(self) -> set[fx.Node]:

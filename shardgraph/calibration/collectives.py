@@ -38,9 +38,10 @@ def time_collectives(
         for _ in range(count):
             x @ weight
 
-    calls = {exponent: _of_size(2**exponent, group, ranks, device) for exponent in exponents}
+    calls: dict[int, list[_Call]] = {}  # by size, as its exponent
     once: dict[int, list[float]] = {}  # seconds of the collectives of a size
     for exponent in exponents:
+        calls[exponent] = _of_size(2**exponent, group, ranks, device)
         tries = [partial(_in_turn, call.start, call.finish, lambda: None, 1) for call in calls[exponent]]
         for each in tries:
             each()  # the first is slow

@@ -14,7 +14,7 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.ir.attributes import MADE_BY, SOURCE
 from shardgraph.mesh import size_along
 from shardgraph.passes.parameters.accumulate_gradients import adding_to_earlier
-from shardgraph.passes.program import Halves, Program, StageProgram
+from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.plans.parameter_plan import OWN, unsharded
 from shardgraph.proof.definitions import added, filled
 from shardgraph.proof.handed import Handed
@@ -174,10 +174,10 @@ class _Proving:
 
         made, handed = self.program.glimpse, Handed()
         left = results_of(made("update"), {ir.Updater(): handed})
-        self._compare_gradients({**_of_parameters(left), **handed.gradients}, self.captured)
+        self._compare_gradients({**gradients_of(left.items()), **handed.gradients}, self.captured)
         if not self.data:
             return
-        own, alone = _of_parameters(results_of(made("local"), {})), made("reduce")
+        own, alone = gradients_of(results_of(made("local"), {}).items()), made("reduce")
         reduced = {ir.Gradient(role.of): role for role in ir.placeholders(alone) if isinstance(role, ir.Accumulated)}
         kept = {role: self._kept(role, own.get(role.of.fqn)) for role in reduced.values()}
         self._compare_gradients(own, {role: held for role, held in self.captured.items() if role not in reduced})
@@ -185,7 +185,7 @@ class _Proving:
         both = {role: self._both(typing, role, self.captured[role], held) for role, held in earlier.items()}
         for gm, expected in ((made("accumulate"), {**self.captured, **both}), (alone, earlier)):
             results = results_of(gm, kept)
-            self._compare_gradients(_of_parameters(results), expected)
+            self._compare_gradients(gradients_of(results.items()), expected)
             self._compare_norms(results, expected, (True,))
 
     def _kept(self, role: ir.Accumulated, value: Any) -> Held | None:
@@ -383,15 +383,6 @@ class _Proving:
 
     def _of_node(self, node: fx.Node, why: str) -> Unproved:
         return Unproved(node.name, why, MADE_BY.get(node, ""), SOURCE.get(node, ""))
-
-
-def _of_parameters(results: Mapping[ir.Role, Any]) -> dict[str, Any]:
-    """The gradients of parameters, by name."""
-    return {
-        role.of.fqn: value
-        for role, value in results.items()
-        if isinstance(role, ir.Gradient) and isinstance(role.of, ir.Parameter)
-    }
 
 
 def _same(value: Any, expected: Held) -> bool:

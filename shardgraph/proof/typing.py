@@ -12,6 +12,7 @@ from torch import fx
 
 from shardgraph.ir import Role, buckets, outputs
 from shardgraph.ir.attributes import ROLE
+from shardgraph.passes.analysis.random_state import draws
 
 # They register rules, definitions and lemmas.
 from shardgraph.proof import (  # noqa: F401
@@ -126,7 +127,7 @@ class Typing:
         if (seen := self._seen.get(node.name)) is not None and seen.is_of(node, operands):
             return seen.value
         value = self._typed_anew(gm, node, operands)
-        if not _writes(node.target) and not _draws(node.target):
+        if not _writes(node.target) and not draws(node):
             self._seen[node.name] = _Seen(node, list(operands.values()), value)
         return value
 
@@ -183,7 +184,7 @@ class Typing:
             results = apply(self.terms, target, tensors, constants, rule)
             return results if len(rule.results) > 1 else results[0]
         tags = getattr(target, "tags", ())
-        if torch.Tag.pointwise in tags and not _draws(target):
+        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
             return pointwise(self.terms, target, args, kwargs)
         raise UntypedError(f"there is no rule for {target} of what ranks do not have whole")
 
@@ -191,7 +192,7 @@ class Typing:
         """An operation of which nothing is known: the same on ranks that have the same operands, whole."""
         whole = pytree.tree_map_only(Held, lambda held: lifted(self.terms, held).view, (args, kwargs))
         varies: frozenset[str] = frozenset()
-        if _draws(node.target):
+        if draws(node):
             self.drawn += 1
             whole, varies = (*whole, self.drawn), self.data
         value = node.meta.get("val")
@@ -253,10 +254,6 @@ _NEW = (
 def _writes(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and schema.is_mutable
-
-
-def _draws(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _alone(node: fx.Node) -> bool:
