@@ -33,7 +33,7 @@ class Words(nn.Module):
 
 
 def source_of(model: nn.Module, inputs: tuple[torch.Tensor, ...] = (), kwargs=None, total: int | None = None):
-    found, _ = searched(model, inputs, kwargs, toy_cluster(2, 2), 2, total, "adamw", None, "eager", None)
+    found = searched(model, inputs, kwargs, toy_cluster(2, 2), 2, total, "adamw", None, "eager", None)
     return found
 
 

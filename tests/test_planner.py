@@ -334,7 +334,7 @@ def test_recomputation_is_told_apart_from_computation():
 def test_the_gap_of_the_program_of_recomputation_is_told():
     source = searched(
         nn.Linear(4, 4), (torch.zeros(2, 4),), None, toy_cluster(1, 2), 2, None, "adamw", None, "eager", None
-    )[0]
+    )
     plan = replace(shardgraph.preset("fsdp", {"dp": 2}), recompute="full")
     parts = dict.fromkeys(("compute", "optimizer", "exposed", "bubble", "calls", "again"), 0.5)
     first = Priced(plan, 1, 2.0, parts, 4, gap=0.02)

@@ -73,7 +73,7 @@ def test_candidates_take_turns_where_all_fit_at_once(enough, monkeypatch):
     asked: list[float] = []
 
     class Timed(Contender):
-        def __init__(self, plan: shardgraph.Plan, inputs: object) -> None:
+        def __init__(self, plan: shardgraph.Plan) -> None:
             super().__init__(1.0)
 
         def median(self, seconds: float) -> float:
@@ -82,8 +82,7 @@ def test_candidates_take_turns_where_all_fit_at_once(enough, monkeypatch):
 
     chosen = shardgraph.plan(nn.Linear(8, 8), (torch.ones(4, 8),), cluster="A100", devices=4)
     number = len((chosen, *chosen.alternatives)[: tune.CANDIDATES])
-    monkeypatch.setattr(tune, "TimedSteps", Timed)
-    tune.fastest(chosen, lambda plan: plan, (), {}, 60.0, 2**40 if enough else 0, here=False)
+    tune.fastest(chosen, Timed, 60.0, 2**40 if enough else 0, here=False)
     assert number > 1 and asked == ([] if enough else [60 / number] * number)
 
 
@@ -101,9 +100,8 @@ def test_the_plan_says_whether_it_is_the_fastest_as_measured(turns, kept, monkey
     scale = [first.data_size, second.data_size]
     times = [tuple(seconds * size for seconds, size in zip(turn, scale, strict=True)) for turn in turns]
     monkeypatch.setattr(tune, "CANDIDATES", 2)
-    monkeypatch.setattr(tune, "TimedSteps", lambda plan, inputs: plan)
     monkeypatch.setattr(tune, "in_turns", lambda contenders, seconds: times)
-    assert kept in tune.fastest(chosen, lambda plan: plan, (), {}, 1.0, 2**40, here=False).note
+    assert kept in tune.fastest(chosen, lambda plan: plan, 1.0, 2**40, here=False).note
 
 
 @pytest.mark.parametrize(("plan", "seconds"), [("single", 1.0), ("auto", -1), ("auto", "long")])

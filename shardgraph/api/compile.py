@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardgraph
 from shardgraph.api.options import OPTIONS, RUN_MESH
+from shardgraph.api.timed_steps import TimedSteps
 from shardgraph.api.tune import fastest
 from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import SECONDS, checked
@@ -39,6 +40,7 @@ from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
+from shardgraph.proof.microbatches import check_cut
 from shardgraph.runtime.agreement import Agreement
 from shardgraph.runtime.backends import backend_of
 from shardgraph.runtime.device import accelerator
@@ -75,6 +77,7 @@ def compile(
     offload: str | Offload | None = None,
     gradient_statistics: bool = False,
     lengths: Lengths | None = None,
+    global_batch: int | None = None,
     tune: float | None = None,
     initialize: bool = True,
     timeout: float = 300.0,
@@ -132,6 +135,12 @@ def compile(
             :class:`shardgraph.AdaScale`; as ``gradient_statistics`` of the plan.
         lengths: pad inputs of every call to few lengths, so that few programs are compiled, and cut what forward
             returns: a :class:`shardgraph.Lengths`, with a value to fill each such input with.
+        global_batch: with ``plan="auto"`` and example inputs: samples of one step over all ranks, for which the layouts
+            of :func:`shardgraph.plan` are searched, also those whose ranks share a batch, and pipelines if the call has
+            its loss (``labels`` of a model that computes it, or ``loss_fn`` and a ``target``). The number of samples of
+            the example inputs does not matter then: ``sharded.plan`` says how a step is divided, by ``data_size``,
+            ``data_rank(rank)``, ``calls`` and ``samples_per_call``. Default: each rank has its own batch wherever that
+            fits, in one call.
         tune: with ``plan="auto"`` and example inputs: seconds for which the best candidates are run on the ranks, with
             copies of the model and AdamW, to take the one whose measured step is fastest. Compiling them comes on top.
             Without ``cluster``, what is measured corrects this machine's prices for next time.
@@ -160,9 +169,8 @@ def compile(
     with agreement.on_all_ranks("the model and the plan") as lines:
         check_unsharded(model)
         options = (recompute, memory, loss_chunk, offload, cluster)
-        question = Question.of(
-            model, plan, mesh_of, mesh is None, pipeline, precision, *options, gradient_statistics=gradient_statistics
-        )
+        also: Any = {"gradient_statistics": gradient_statistics, "total": global_batch}
+        question = Question.of(model, plan, mesh_of, mesh is None, pipeline, precision, *options, **also)
         device = _device(model, mesh, question.plan.offload.parameters)
         check_present(question.plan, device)
         runs = backend_of(backend, device)
@@ -173,27 +181,32 @@ def compile(
         lines += [_versions(), question.text, f"loss weight: {loss_weight}", f"random: {random}", f"lengths: {lengths}"]
         measures = question.open and question.cluster is None and nodes_of_run() > 1
         lines += [fingerprint(model, question.plan.ignores), f"measures the network between nodes: {measures}"]
-    if tune is not None:
-        expect(question.automatic and inputs is not None, "tune", tune, "for plan='auto' with example inputs")
+    for name, value in (("tune", tune), ("global_batch", global_batch)):
+        possible = value is None or (question.automatic and inputs is not None)
+        expect(possible, name, value, "for plan='auto' with example inputs")
+    training = model.training and torch.is_grad_enabled()
+    allowed = "for a model in training mode, outside of torch.no_grad(): call model.train() first"
+    expect(global_batch is None or training, "global_batch", global_batch, allowed)
     if measures:
         measure_network(progress)
     captures = Captures(device, agreement.first_made)
     setup = Setup(device, loss_fn, agreement, progress, captures, loss_weight, runs, lengths, random)
     chosen = _decided(agreement, question, setup.captures)
-    if tune is not None and inputs is not None:
+    if tune is not None:
 
-        def build(candidate: Plan) -> ShardedModule:
+        def timed(candidate: Plan) -> TimedSteps:
+            call = question.settled(candidate).call
+            assert call is not None
+            inputs: Any = {"example_inputs": call.args, "example_kwargs": call.kwargs}
             options: Any = {"loss_fn": loss_fn, "loss_weight": loss_weight, "backend": backend, "timeout": timeout}
-            options["random"] = random
-            args, kwargs = inputs
-            return compile(
-                copy.deepcopy(model), candidate, example_inputs=args, example_kwargs=kwargs, mesh=mesh, **options
-            )
+            options |= {"random": random, "mesh": mesh}
+            return TimedSteps(compile(copy.deepcopy(model), candidate, **inputs, **options), (call.args, call.kwargs))
 
         room = question.budget - question.parameter_bytes  # beside the model that is given
-        chosen = fastest(chosen, build, *inputs, tune, room, here=question.cluster is None)
+        chosen = fastest(chosen, timed, tune, room, here=question.cluster is None)
+        chosen = _decided(agreement, question.settled(chosen), setup.captures)
+    if question.automatic and question.call is not None:
         question = question.settled(chosen)
-        chosen = _decided(agreement, question, setup.captures)
 
     check_random(random, chosen, backend, lengths is not None)
     if chosen.considered and question.cluster is None and device.type == "cpu":
@@ -239,7 +252,7 @@ def _decided(agreement: Agreement, question: Question, captures: Captures) -> Pl
     """The plan chosen by rank 0, since machines may differ in memory and prices; other ranks receive it as text."""
     if not question.open:
         return answer(question, captures)
-    text = agreement.from_first_rank("the plan", lambda: remembered(question, captures).to_yaml())
+    text = agreement.from_first_rank("the plan", lambda: remembered(question, captures, check_cut).to_yaml())
     return Plan.from_yaml(text, "the plan of rank 0")
 
 

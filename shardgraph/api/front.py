@@ -71,7 +71,7 @@ def front(
         cluster = with_devices(cluster, counts[-1])
     job = cluster, counts[-1], global_batch, optimizer, precision, backend, loss_fn
     options: dict[str, Any] = {"recompute": recompute, "memory": memory, "loss_chunk": loss_chunk, "offload": offload}
-    source, whole_step = searched(model, example_inputs, example_kwargs, *job, **options)
+    source = searched(model, example_inputs, example_kwargs, *job, **options)
     batches = Batches(max(1, source.call.batch), global_batch)
     with Progress("front", stages=len(counts) + 1, enabled=progress) as show:
-        return search.front(source, counts, batches, pipelines=whole_step, limit=seconds, show=show)
+        return search.front(source, counts, batches, pipelines=source.question.has_loss, limit=seconds, show=show)

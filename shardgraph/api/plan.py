@@ -104,8 +104,8 @@ def plan(
 
     def of(each: Precision | None) -> Plan:
         job = cluster, devices, global_batch, optimizer, each, backend, loss_fn
-        source, whole_step = searched(model, example_inputs, example_kwargs, *job, mesh=mesh, **options)
-        return choose_plan(source, total=global_batch, pipelines=whole_step, limit=seconds, show=show)
+        source = searched(model, example_inputs, example_kwargs, *job, mesh=mesh, **options)
+        return choose_plan(source, own_batches=False, limit=seconds, show=show)
 
     with Progress("plan", stages=2 * len(permitted), enabled=progress) as show:
         return of(permitted[0]) if len(permitted) == 1 else fastest(permitted, of)
@@ -124,8 +124,8 @@ def searched(
     loss_fn: Callable[..., torch.Tensor] | None,
     mesh: Mapping[str, int] | None = None,
     **options: Any,
-) -> tuple[Source, bool]:
-    """The source of a search over all layouts for the arguments of :func:`plan`, and whether pipelines are searched.
+) -> Source:
+    """The source of a search over all layouts for the arguments of :func:`plan`.
 
     Raises:
         PlanError: an option is malformed.
@@ -140,12 +140,9 @@ def searched(
     devices = devices or asked
     machine = machine_for(cluster or this_machine(), devices or 1)
     mesh_of = partial(resolve_axes, mesh=mesh or {"dp": devices or machine.world_size}, cluster=machine)
-    question = Question.of(
-        model, "auto", mesh_of, mesh is None, None, precision, **options, cluster=machine, optimizer=optimizer
-    )
+    options |= {"cluster": machine, "optimizer": optimizer, "total": global_batch}
+    question = Question.of(model, "auto", mesh_of, mesh is None, None, precision, **options)
     machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, machine.device)
-    kwargs = dict(example_kwargs or {})
-    call = question.about(example_inputs, kwargs, loss_fn)
-    source = Source(call, fused=is_fused(backend), check_cut=check_cut)
-    return source, source.call.loss_fn is not None or "labels" in kwargs
+    call = question.about(example_inputs, dict(example_kwargs or {}), loss_fn)
+    return Source(call, fused=is_fused(backend), check_cut=check_cut)

@@ -83,6 +83,21 @@ class Call:
         args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
+    def repeated(self, batch: int) -> Call:
+        """The call with ``batch`` rows, which are this one's, over and over."""
+        rows = self.batch
+        if batch == rows:
+            return self
+
+        def repeat(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.dim() or tensor.shape[0] != rows:
+                return tensor
+            again = tensor.detach()[torch.arange(batch, device=tensor.device) % rows]
+            return again.requires_grad_(tensor.requires_grad)
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, repeat, (self.args, dict(self.kwargs)))
+        return replace(self, args=args, kwargs=kwargs)
+
     @property
     def _first(self) -> torch.Tensor | None:
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))

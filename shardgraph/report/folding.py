@@ -322,7 +322,7 @@ def _growth(before: Row, after: Row) -> dict[tuple[str, str], int]:
     return {key: nbytes for key, nbytes in growth.items() if nbytes}
 
 
-_DIGITS, _COUNT, _LAYER = re.compile(r"\d+"), re.compile(r"_\d+\b"), re.compile(r"\.\d+\b")
+_DIGITS, _COUNT, _LAYER = re.compile(r"\d+"), re.compile(r"_+\d*\b"), re.compile(r"\.\d+\b")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

@@ -28,18 +28,16 @@ _ALTERNATIVES = 8
 def choose_plan(
     source: Source,
     *,
-    total: int | None = None,
-    pipelines: bool = False,
-    own_batches: bool = False,
+    own_batches: bool,
     limit: float | None = None,
     show: Callable[[str], None] = lambda stage: None,
 ) -> Plan:
     """The plan with the least predicted time per sample whose predicted peak fits; ties go to the smaller peak.
 
     On a free mesh all layouts of its ranks are searched (:mod:`.auto`), else those of the question's mesh, with which
-    presets are compared that suit it otherwise. A step has ``total`` samples; None: the call's on every data rank.
-    Placements of operators, and where stages begin, are left open. The other arguments are those of
-    :func:`.auto.search`.
+    presets are compared that suit it otherwise. With ``own_batches`` ranks share a batch only where nothing else fits,
+    and none have stages; else pipelines are searched if the call has its loss. Placements of operators, and where
+    stages begin, are left open. The other arguments are those of :func:`.auto.search`.
 
     Raises:
         PlanError: no plan fits, and the message has the smallest peak; or none can meet the annotations.
@@ -47,9 +45,10 @@ def choose_plan(
     """
     source = source.of_few_layers
     question = source.question
-    budget = question.budget
+    budget, total = question.budget, question.total
+    pipelines = question.has_loss and not own_batches
     found = Found((), 0, ())
-    if question.free_mesh or _has_layouts(question, pipelines):
+    if question.free_mesh or _has_layouts(question, own_batches):
         batches = Batches(max(1, source.call.batch), total)
         found = search(source, batches, budget, pipelines=pipelines, own_batches=own_batches, limit=limit, show=show)
     if not question.free_mesh and total is None and "pp" not in dict(question.plan.mesh):
@@ -71,17 +70,23 @@ def choose_plan(
     return _chosen(source, found, budget)
 
 
-def _has_layouts(question: Question, pipelines: bool) -> bool:
-    """Whether there are layouts on the question's mesh; one of stages must be asked for by name if the caller does not
-    search such.
+def _has_layouts(question: Question, own_batches: bool) -> bool:
+    """Whether there are layouts on the question's mesh; one of stages must be asked for by name where ranks have their
+    own batches.
 
     Raises:
         PlanError: it has an axis of stages, and pipelines are not searched.
     """
     mesh = question.plan.mesh
-    if not pipelines:
+    if "pp" in dict(mesh) and not own_batches and not question.has_loss:
+        raise PlanError(
+            f"the mesh {dict(mesh)} has an axis 'pp', and the last stage of a pipeline computes the loss, which this "
+            "call does not have: give 'labels' to a model that computes it, or a loss_fn and its target in "
+            "example_kwargs"
+        )
+    if own_batches:
         refuse_pipeline(mesh)
-    return any(layouts_on(mesh, question.plan.world_size, pipelines=pipelines))
+    return any(layouts_on(mesh, question.plan.world_size, pipelines=not own_batches))
 
 
 def _with_presets(found: Found, source: Source, budget: int) -> Found:

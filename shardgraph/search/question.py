@@ -39,7 +39,8 @@ class Question:
     the candidates have in common. If ``automatic``, it is chosen among the presets, with a ``free_mesh`` on any mesh
     with as many ranks. ``recompute``, ``memory``, ``loss_chunk`` and ``offload`` override the plan's own, sizes in
     bytes. ``cluster`` is the cluster on which plans are priced, by default this machine; ``optimizer`` the one whose
-    state and update are counted; ``call`` one rank's call, None without example inputs.
+    state and update are counted; ``call`` one rank's call, None without example inputs. ``total`` are the samples of a
+    step over all ranks, however these are to divide them; None: those of the call on every data rank.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Question:
     cluster: Cluster | None = None
     optimizer: str = "adamw"
     call: Call | None = None
+    total: int | None = None
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class Question:
         optimizer: str = "adamw",
         *,
         gradient_statistics: bool = False,
+        total: int | None = None,
     ) -> Question:
         """The question of a caller; see :func:`shardgraph.compile`.
 
@@ -85,7 +88,7 @@ class Question:
         mesh = mesh_of(named)
         ranks = math.prod(size for _, size in mesh)
         check_tensors(model)
-        automatic = named == "auto" and ranks > 1
+        automatic = named == "auto" and (ranks > 1 or total is not None)
         if named == "auto" and pipeline is not None:
             raise PlanError("'auto' chooses no pipeline: ask for 'pp', or 'pp+' and a plan for the other axes")
         if automatic:
@@ -98,7 +101,7 @@ class Question:
         offloaded = None if offload is None else Offload.of(offload)
         machine = None if cluster is None else machine_for(cluster, ranks)
         question = cls(model, requested, automatic, free_mesh, recompute, budget, chunk, offloaded, machine, optimizer)
-        question = replace(question, plan=annotated(question.with_options(requested), model))
+        question = replace(question, plan=annotated(question.with_options(requested), model), total=total)
         computed_dtypes(model, question.plan.precision, question.plan.annotations)
         if not automatic:
             question.plan.resolve(question.shapes)
@@ -122,8 +125,14 @@ class Question:
         return self.about(args, kwargs, loss_fn or (own_loss if own else None))
 
     def settled(self, plan: Plan) -> Question:
-        """The question that requests ``plan``, the answer to this one, without further options."""
-        return replace(self, plan=plan, automatic=False, recompute=None, memory=None, loss_chunk=None, offload=None)
+        """The question that requests ``plan``, the answer to this one, without further options; of a total, about the
+        call that a rank makes under it."""
+        call = self.call
+        if self.total is not None and call is not None and plan.samples_per_call is not None:
+            loss_fn = call.loss_fn or (own_loss if plan.pipeline is not None else None)
+            call = replace(call.repeated(plan.samples_per_call), loss_fn=loss_fn)
+        options: Any = {"recompute": None, "memory": None, "loss_chunk": None, "offload": None}
+        return replace(self, plan=plan, automatic=False, call=call, **options)
 
     def with_options(self, plan: Plan) -> Plan:
         """``plan`` with what the requested one has whatever is chosen, and this question's options.
@@ -146,6 +155,11 @@ class Question:
     def parameter_bytes(self) -> int:
         """The bytes of the model's parameters."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the call has its loss, which stages of a pipeline need: of a function, or of the model's labels."""
+        return self.call is not None and (self.call.loss_fn is not None or "labels" in self.call.kwargs)
 
     @property
     def budgeted(self) -> bool:
@@ -190,4 +204,7 @@ class Question:
     @property
     def text(self) -> str:
         """What must be equal on all ranks, as lines."""
-        return f"{self.plan.to_yaml()}memory: {self.memory}\nexample inputs: {self.call is not None}"
+        return (
+            f"{self.plan.to_yaml()}memory: {self.memory}\nexample inputs: {self.call is not None}\n"
+            f"global batch: {self.total}"
+        )

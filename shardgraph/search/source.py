@@ -24,6 +24,10 @@ from shardgraph.search.question import Question
 CheckCut = Callable[[JointGraph, Call, Plan, Captures], None]
 
 
+def unchecked(joint: JointGraph, call: Call, plan: Plan, captures: Captures) -> None:
+    """Raises no error, for a search without pipelines."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A question about one rank's call, and how its answer is analysed.
@@ -38,7 +42,7 @@ class Source:
     fold: bool = True
     captures: Captures = field(default_factory=Captures, repr=False, compare=False)
     depths: Depths | None = field(default=None, repr=False, compare=False)
-    check_cut: CheckCut = field(default=lambda *_: None, repr=False, compare=False)
+    check_cut: CheckCut = field(default=unchecked, repr=False, compare=False)
 
     @property
     def call(self) -> Call:

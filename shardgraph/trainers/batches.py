@@ -25,13 +25,18 @@ def check_own_batches(plan: str | Path | Plan, mesh: Any, trainer: str) -> None:
 
 
 def check_options(options: Mapping[str, Any], trainer: str) -> None:
-    """Raise ShardGraphError for options of ``compile`` that only ``train_step`` takes."""
+    """Raise ShardGraphError for options of ``compile`` that a trainer's loop has no use for, or cannot follow."""
     for option in ("loss_fn", "loss_weight", "pipeline"):
         if option in options:
             raise ShardGraphError(
                 f"the option {option!r} is for train_step of a compiled module, and a loop of {trainer} calls the "
                 "model and backward: leave it out"
             )
+    if "global_batch" in options:
+        raise ShardGraphError(
+            f"the option 'global_batch' finds plans whose ranks share a batch, or make several calls in a step, and "
+            f"{trainer} gives every rank a batch of its own: leave it out, or call shardgraph.compile without {trainer}"
+        )
 
 
 def check_lightning_precision(precision: str, whose: str) -> None:
