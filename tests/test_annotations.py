@@ -478,7 +478,10 @@ def test_auto_leaves_out_plans_that_cannot_be_so():
     analysis = shardgraph.analyze(model, args, "auto", mesh=BOTH, cluster=toy_cluster())
     considered = {candidate.name for candidate in analysis.plan.considered}
     assert considered and all("tp" in name for name in considered)
-    with pytest.raises(PlanError, match=r"no plan can be as the model is annotated:\n.*names the mesh axis 'tp'"):
+    with pytest.raises(
+        PlanError,
+        match=r"no plan on the mesh \{'dp': 2\} can be as the model is annotated:\n.*names the mesh axis 'tp'",
+    ):
         shardgraph.analyze(model, args, "auto", mesh={"dp": 2}, cluster=toy_cluster())
 
 
