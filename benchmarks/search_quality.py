@@ -11,6 +11,10 @@ may share a batch. With ``--tune`` there is also the one that ``shardgraph.compi
 so many seconds, for which it corrects what is known of this machine; there each rank has its own batch, so it is
 compared with plans along data axes alone.
 
+With ``--total`` every step has the samples of that batch times the ranks, however they are divided: the automatic plan
+is that of ``shardgraph.compile`` with ``global_batch``, and the tuned one is found among all layouts and compared with
+all plans by name, whose ranks are called once with all samples of a data rank.
+
 Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
 those of these rounds alone, with their 95% bootstrap intervals.
@@ -51,6 +55,7 @@ import shardgraph
 from benchmarks.limited_network import SETTINGS, on_two_nodes
 from benchmarks.ratios import ratio
 from shardgraph.api.timed_steps import TimedSteps, largest
+from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.machine import machine_for
@@ -59,11 +64,14 @@ from shardgraph.sizes import format_bytes
 SECONDS = 1.0  # of steps, in a round of a plan
 
 
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 class Job(NamedTuple):
     """A model, its call, and a limit on a rank's memory. A call with a target has a squared error as its loss."""
 
     model: Callable[[], nn.Module]
-    call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    call: Callable[[], Inputs]
     memory: str | None = None
 
     @property
@@ -74,8 +82,17 @@ class Job(NamedTuple):
         return {"example_kwargs": kwargs, "loss_fn": loss_fn, "memory": self.memory}
 
 
-def _text(batch: int, length: int) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    def call() -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_rows(job: Job, rows: int | None) -> Inputs:
+    """The job's call, with so many samples."""
+    args, kwargs = job.call()
+    if rows is None:
+        return args, kwargs
+    call = Call(nn.Identity(), args, kwargs).repeated(rows)
+    return call.args, dict(call.kwargs)
+
+
+def _text(batch: int, length: int) -> Callable[[], Inputs]:
+    def call() -> Inputs:
         ids = torch.randint(0, 512, (batch, length), generator=torch.Generator().manual_seed(0))
         return (), {"input_ids": ids, "labels": ids}
 
@@ -102,8 +119,8 @@ def _wide(width: int, layers: int) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
 
 
-def _rows(batch: int, *shape: int, out: int) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    def call() -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _rows(batch: int, *shape: int, out: int) -> Callable[[], Inputs]:
+    def call() -> Inputs:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, *shape, generator=generator)
         return (x,), {"target": torch.randn(batch, out, generator=generator)}
@@ -178,16 +195,17 @@ class Outcome(NamedTuple):
     """The best plan by name that it may be, and its ratio to that, with the interval."""
 
 
-def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: int) -> Outcome:
-    """The outcome of the job of this name; every rank has the same. ``wanted`` is what ``compile`` is asked for."""
+def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: int, total: int | None) -> Outcome:
+    """The outcome of the job of this name; every rank has the same. ``wanted`` is what ``compile`` is asked for, for
+    steps of ``total`` samples, or of the job's for each data rank."""
     torch.set_num_threads(1)
     job = JOBS[name]
-    call = job.call()
-    modules = compiled(job, call, wanted)
+    modules = compiled(job, wanted, total)
     programs = {plan: program_text(module) for plan, module in modules.items()}
     first_of = {plan: next(other for other in programs if programs[other] == programs[plan]) for plan in programs}
     distinct = list(dict.fromkeys(first_of.values()))
-    steps = {plan: TimedSteps(modules[plan], call) for plan in distinct}
+    rows = {plan: _rows_of(total, modules[plan].plan.data_size * modules[plan].plan.calls) for plan in distinct}
+    steps = {plan: TimedSteps(modules[plan], with_rows(job, rows[plan])) for plan in distinct}
 
     def in_turns(plans: list[str], rounds: int) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {plan: [] for plan in plans}
@@ -195,26 +213,38 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
             at = turn % len(plans)  # the first of a round is slower
             for plan in plans[at:] + plans[:at]:
                 steps[plan].step()  # the first after another plan's is slower
-                taken[plan].append(steps[plan].median(SECONDS) / modules[plan].plan.data_size)
+                batches = modules[plan].plan.data_size if total is None else 1
+                taken[plan].append(steps[plan].median(SECONDS) / batches)
         return taken
 
     rounded = in_turns(distinct, rounds)
     times = {plan: statistics.median(rounded[first_of[plan]]) for plan in modules}
     by_name = [plan for plan in times if plan not in AUTOMATIC]
-    among = {"auto": by_name, "tuned": [plan for plan in by_name if plan.split()[0] in OWN_BATCH]}
+    own = [plan for plan in by_name if plan.split()[0] in OWN_BATCH]
+    among = {"auto": by_name, "tuned": own if total is None else by_name}
     rivals = {plan: min(names, key=times.__getitem__) for plan, names in among.items() if plan in modules and names}
     again = in_turns(list(dict.fromkeys(first_of[plan] for pair in rivals.items() for plan in pair)), finals)
     beside = {plan: (rival, ratio(again[first_of[plan]], again[first_of[rival]])) for plan, rival in rivals.items()}
-    return Outcome(times, {plan: modules[plan].plan.name for plan in rivals}, beside)
+    return Outcome(times, {plan: _kind(modules[plan].plan) for plan in rivals}, beside)
+
+
+def _rows_of(total: int | None, calls: int) -> int | None:
+    return None if total is None else total // calls
+
+
+def _kind(plan: shardgraph.Plan) -> str:
+    if plan.pipeline is not None:
+        return f"{plan.name} {plan.pipeline.schedule} {plan.pipeline.parts}"
+    return f"{plan.name}, {plan.calls} calls" if plan.calls > 1 else plan.name
 
 
 def peaks_on_rank(name: str, wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[str, int]]:
     """The automatic plans' names and peaks in bytes, of the fullest rank."""
     torch.set_num_threads(1)
-    call = JOBS[name].call()
+    call = with_rows(JOBS[name], None)
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     found = {}
-    for plan, module in compiled(JOBS[name], call, wanted).items():
+    for plan, module in compiled(JOBS[name], wanted, None).items():
         steps = TimedSteps(module, call)
         states = [value for state in steps.optimizer.state.values() for value in state.values()]
         with PeakMemory().track([*module.parameters(), *module.buffers(), *states, *inputs]) as memory:
@@ -233,38 +263,46 @@ def report_peaks(job: str, wanted: dict[str, dict[str, Any]], ranks: int) -> Non
         print(f"{job:<26}{plan:<6}is {name:<12}peak {format_bytes(peak)}{expected}{limit}", flush=True)
 
 
-def compiled(
-    job: Job, call: tuple[tuple[Any, ...], dict[str, Any]], wanted: dict[str, dict[str, Any]]
-) -> dict[str, shardgraph.ShardedModule]:
+def compiled(job: Job, wanted: dict[str, dict[str, Any]], total: int | None) -> dict[str, shardgraph.ShardedModule]:
     """The job's module under each plan that fits."""
     torch.manual_seed(0)
     model = job.model()
     modules = {}
     for name, asked in wanted.items():
+        by_name = name not in AUTOMATIC
+        args, kwargs = with_rows(job, _rows_of(total, asked["mesh"].get("dp", 1)) if by_name else None)
+        options = {**job.options, "example_kwargs": kwargs}
         with contextlib.suppress(shardgraph.PlanError):  # it does not fit
             modules[name] = shardgraph.compile(
-                copy.deepcopy(model), example_inputs=call[0], progress=False, **asked, **job.options
+                copy.deepcopy(model), example_inputs=args, progress=False, **asked, **options
             )
     return modules
 
 
-def automatic_plans(job: Job, ranks: int, tune: float | None, here: Cluster) -> dict[str, dict[str, Any]]:
+def automatic_plans(
+    job: Job, ranks: int, tune: float | None, here: Cluster, total: int | None
+) -> dict[str, dict[str, Any]]:
     """What ``compile`` is asked for, by plan."""
+    if total is not None:
+        asked = {"plan": "auto", "global_batch": total}
+        return {"auto": asked, **({"tuned": {**asked, "tune": tune}} if tune else {})}
     torch.manual_seed(0)
     model, (args, _) = job.model(), job.call()
     automatic = shardgraph.plan(model, args, devices=ranks, cluster=here, progress=False, **job.options)
     return {"auto": {"plan": automatic}, **({"tuned": {"plan": "auto", "tune": tune}} if tune else {})}
 
 
-def promising(job: Job, ranks: int, here: Cluster) -> dict[str, dict[str, Any]]:
+def promising(job: Job, ranks: int, here: Cluster, total: int | None) -> dict[str, dict[str, Any]]:
     """The plans by hand that are possible, fit, and are not far from the best of them, by prediction."""
-    model, (args, _) = job.model(), job.call()
+    model = job.model()
     found: dict[str, dict[str, Any]] = {}
     predicted: dict[str, float] = {}
     for variants in by_hand(ranks).values():
         for name, asked in variants.items():
+            args, kwargs = with_rows(job, _rows_of(total, asked["mesh"].get("dp", 1)))
+            options = {**job.options, "example_kwargs": kwargs}
             with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
-                analysis = shardgraph.analyze(model, args, cluster=here, **asked, **job.options)
+                analysis = shardgraph.analyze(model, args, cluster=here, **asked, **options)
                 found[name], predicted[name] = asked, analysis.time.total / analysis.samples
                 break
     return {name: found[name] for name, seconds in predicted.items() if seconds <= WITHIN * min(predicted.values())}
@@ -279,7 +317,7 @@ def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
     def axis_of(argument: Any) -> Any:
         return names.get(argument, argument) if isinstance(argument, str) else argument
 
-    texts = [str(module.plan.whole_mesh)]
+    texts = [str(module.plan.whole_mesh), str(module.plan.calls)]
     for half in (module.forward_graph, module.backward_graph):
         graph = copy.deepcopy(half.graph)
         for node in graph.nodes:
@@ -290,8 +328,13 @@ def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
 
 def show(job: str, found: Outcome) -> None:
     for plan, (rival, (middle, low, high)) in found.beside.items():
-        print(f"{job:<26}{plan:<6}is {found.names[plan]:<12}{middle:.2f} [{low:.2f}, {high:.2f}] of {rival}")
+        print(f"{job:<26}{plan:<6}is {found.names[plan]:<14}{middle:.2f} [{low:.2f}, {high:.2f}] of {rival}")
     print("    " + "  ".join(f"{plan} {1e3 * value:.2f}" for plan, value in found.times.items()), flush=True)
+
+
+def total_of(job: Job, options: argparse.Namespace) -> int | None:
+    """The samples of a step, of all ranks."""
+    return Call(nn.Identity(), *job.call()).batch * options.ranks if options.total else None
 
 
 def work(options: argparse.Namespace) -> None:
@@ -304,11 +347,12 @@ def work(options: argparse.Namespace) -> None:
     for job in options.jobs:
         wanted: list[Any] = [None]
         if first:
-            wanted = [automatic_plans(JOBS[job], options.ranks, options.tune, here)]
-            wanted[0] |= promising(JOBS[job], options.ranks, here)
+            total = total_of(JOBS[job], options)
+            wanted = [automatic_plans(JOBS[job], options.ranks, options.tune, here, total)]
+            wanted[0] |= promising(JOBS[job], options.ranks, here, total)
         dist.broadcast_object_list(wanted)
         priced = {plan: {"cluster": here, **asked} for plan, asked in wanted[0].items()}
-        found = on_rank(job, priced, options.rounds, options.finals)
+        found = on_rank(job, priced, options.rounds, options.finals, total_of(JOBS[job], options))
         if first:
             show(job, found)
     dist.barrier()
@@ -322,24 +366,27 @@ def main() -> None:
     parser.add_argument("--finals", type=int, default=9, help="rounds of the automatic plans and the best by name")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS), help="default: all")
     parser.add_argument("--tune", type=float, help="seconds for which the best by prediction are run")
+    parser.add_argument("--total", action="store_true", help="one batch of all ranks, however it is divided")
     parser.add_argument("--peaks", action="store_true", help="measure memory instead of time")
     parser.add_argument("--network", choices=[setting.name for setting in SETTINGS], help="between two nodes")
     options = parser.parse_args()
     if options.network and "RANK" in os.environ:
         return work(options)
-    print(f"{options.ranks} gloo ranks of one thread" + ("" if options.peaks else "; ms for the batch of a data rank"))
+    of = "all ranks" if options.total else "a data rank"
+    print(f"{options.ranks} gloo ranks of one thread" + ("" if options.peaks else f"; ms for the batch of {of}"))
     if options.network:
         setting = next(setting for setting in SETTINGS if setting.name == options.network)
         on_two_nodes(setting, sys.argv, options.ranks, timeout=3600.0)
         return
     here = machine_for(None, options.ranks)
     for job in options.jobs:
-        wanted = automatic_plans(JOBS[job], options.ranks, options.tune, here)
+        total = total_of(JOBS[job], options)
+        wanted = automatic_plans(JOBS[job], options.ranks, options.tune, here, total)
         if options.peaks:
             report_peaks(job, wanted, options.ranks)
             continue
-        wanted |= promising(JOBS[job], options.ranks, here)
-        given = (job, wanted, options.rounds, options.finals)
+        wanted |= promising(JOBS[job], options.ranks, here, total)
+        given = (job, wanted, options.rounds, options.finals, total)
         (found, *_) = shardgraph.launch(on_rank, options.ranks, args=given, timeout=900)
         show(job, found)
 
