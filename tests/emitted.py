@@ -104,7 +104,7 @@ class Case:
 
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]
-    plan: str
+    plan: str | shardgraph.Plan
     mesh: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
     edits: Mapping[str, str] = field(default_factory=dict)

@@ -71,3 +71,22 @@ def _loss(sharded: shardgraph.ShardedModule, x: torch.Tensor, target: torch.Tens
     loss = nn.functional.mse_loss(sharded(x), target) / calls
     loss.backward()
     return loss.detach()
+
+
+class _Centred(nn.Module):
+    """Subtracts the mean of the batch, which microbatches do not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def why_no_stages() -> str:
+    """Why no plan is found on a mesh of stages for a model that mixes the rows of its batch."""
+    x = torch.ones(2, 8)
+    call: Any = {"example_inputs": (x,), "example_kwargs": {"target": x}, "loss_fn": nn.functional.mse_loss}
+    model = nn.Sequential(nn.Linear(8, 8), _Centred(), nn.Linear(8, 8))
+    try:
+        shardgraph.compile(model, "auto", global_batch=SAMPLES, mesh={"pp": 2}, cluster=toy_cluster(1, 4), **call)
+    except shardgraph.PlanError as error:
+        return str(error)
+    return ""

@@ -121,6 +121,11 @@ def test_what_it_is_not_for_is_told(options, message):
         shardgraph.compile(**given)
 
 
+def test_a_model_that_mixes_rows_of_its_batch_is_given_no_stages():
+    for error in on_ranks(global_batches.why_no_stages, 2):
+        assert "the rows of a batch are not computed apart" in error
+
+
 def test_stages_need_the_loss():
     with pytest.raises(PlanError, match=r"the mesh \{'pp': 4\} has an axis 'pp'.*'labels'.*a loss_fn and its target"):
         shardgraph.plan(net(), (X,), cluster=toy_cluster(1, 4), mesh={"pp": 4}, global_batch=8)
