@@ -14,7 +14,7 @@ LAYER = Part(forward=8.0, backward=16.0, saved=800.0, parameters=80.0, gathered=
 
 
 def costs(layer: Part) -> LayerCosts:
-    return LayerCosts(Part(), layer, Part(), 4, 1, 64.0, 8.0, (0.25,) * 4)
+    return LayerCosts(Part(), layer, Part(), 4, 1, 64.0, 8.0, (0.25,) * 4, (8.0,) * 4)
 
 
 def divided(ranks: int, sent: float, parameters: float = 1.0) -> LayerCosts:

@@ -122,7 +122,7 @@ def test_stages_may_have_sequences_over_several_nodes_and_operators_inside_of_th
 def test_gradients_of_earlier_calls_are_held():
     """As many bytes of them as a rank has of the parameters."""
     layer = Part(saved=1e9, parameters=1e6, gathered=1e6, reduced=1e6, tensors=1)
-    costs = LayerCosts(Part(), layer, Part(), 8, 1, 0, 0, (1.0,))
+    costs = LayerCosts(Part(), layer, Part(), 8, 1, 0, 0, (1.0,), (1024.0,))
     for data, parts in (("ddp", 1), ("zero2", 8), ("fsdp", 8)):
         one = Layout(shard=8, data=data)
         memory = [

@@ -31,7 +31,7 @@ from shardgraph.search.batches import Batches
 from shardgraph.search.cost_table import program_of
 from shardgraph.search.estimate import Estimate
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
-from shardgraph.search.exact import Priced, cheapest
+from shardgraph.search.exact import Priced, UnlikeError, cheapest, price
 from shardgraph.search.layer_costs import layer_costs, takes_another, whole_costs
 from shardgraph.search.layouts import Layout, layouts
 from shardgraph.search.machine import resolve_axes
@@ -198,6 +198,62 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
     finals.price_all([slow])
     finals.price_best(sorted(estimated, key=per_sample))
     assert asked == [slow, shards[0], smaller]
+
+
+def test_of_copies_that_few_layers_do_not_tell_apart_one_layout_is_tried(monkeypatch):
+    """A price that cannot be found takes as long as several that can."""
+    with torch.device("meta"):
+        model, x = Deep(12), torch.zeros(8, 32)
+    source, asked = source_of(64, Cluster.of("H100", nodes=8), model, (x,)).of_few_layers, []
+
+    def exactly(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whole: bool = True) -> Priced:
+        asked.append(plan.world_size // plan.data_size)
+        raise UnlikeError("its layers are not alike")
+
+    monkeypatch.setattr(auto, "price", exactly)
+    finals = auto.Finals(source, Estimates(source, 100, pipelines=False), 100)
+    layouts = [Layout(shard=64 // tp, tp=tp, batch=8, offload="activations") for tp in (2, 4, 8, 1)]
+    finals.price_best([(layout, Estimate(1.0 + 0.01 * i, 90, 1.0)) for i, layout in enumerate(layouts)])
+    assert asked[:2] == [2, 1], "one with operators that are divided, and one without"
+    assert 4 not in asked and 8 not in asked
+    assert any("its layers are not alike" in remark for remark in finals.remarks)
+
+
+class FewRows(nn.Module):
+    """Layers most of whose parameters are in a matrix of two long rows, as experts' are in few large parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = lambda: nn.ParameterList([torch.zeros(2, 2**18), torch.zeros(64, 64)])  # noqa: E731
+        self.layers = nn.ModuleList([_Scaled(layer()) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Scaled(nn.Module):
+    def __init__(self, weights: nn.ParameterList) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[1] * torch.linalg.vector_norm(self.weights[0])
+
+
+@pytest.mark.parametrize("data", ["zero2", "fsdp"])
+def test_estimates_know_that_parameters_of_fewer_rows_than_ranks_are_padded(data):
+    """On 32 ranks each has a row of them, or of nothing: 16 times as much is stored, gathered and reduced."""
+    with torch.device("meta"):
+        model, x = FewRows(), torch.zeros(8, 64)
+    source = source_of(32, toy_cluster(4, 8), model, (x,)).of_few_layers
+    estimates = Estimates(source, GIB, pipelines=False)
+    layout = Layout(shard=32, data=data, batch=8)
+    (guess,) = [guess for each, guess in estimates.all(32, toy_cluster(4, 8), Batches(8)) if each == layout]
+    exact = price(source, source.question.with_options(layout.plan()), GIB)
+    assert guess.seconds == pytest.approx(exact.seconds, rel=0.1)
+    assert 0.5 < guess.memory / exact.memory < 1.1, "of fsdp, estimates leave out what is gathered ahead"
 
 
 def test_what_surely_fits_bounds_the_search_without_a_price():

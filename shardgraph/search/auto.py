@@ -26,7 +26,7 @@ from shardgraph.search.cost_table import SMALL
 from shardgraph.search.depths import PLACED
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
-from shardgraph.search.exact import Priced, cheapest, in_other_buckets, price
+from shardgraph.search.exact import Priced, UnlikeError, cheapest, in_other_buckets, price
 from shardgraph.search.layouts import Layout
 from shardgraph.search.limit import UNLIMITED, Limit
 from shardgraph.search.machine import with_devices
@@ -202,6 +202,7 @@ class Finals:
         self._guesses: dict[Layout, Estimate] = {}
         self._in_buckets: dict[Layout, Priced] = {}
         self._refined: list[Priced] = []
+        self._unlike: set[tuple[str, bool]] = set()
         self.remarks: dict[str, None] = {}
 
     def price_best(self, estimated: Sequence[Estimated]) -> None:
@@ -249,6 +250,8 @@ class Finals:
     def _is_possible(self, layout: Layout, guess: Estimate) -> bool:
         """Whether a layout that may fit is worth a price: it may have stages, and saves no memory needlessly."""
         if self._saves_needlessly(layout) or self._is_too_large(layout, guess):
+            return False
+        if layout.offload and _of_copies(layout) in self._unlike:  # found out at the price of several analyses
             return False
         return layout.stages == 1 or not self._why_no_stages
 
@@ -421,6 +424,10 @@ class Finals:
                 raise PlanError(self._why_no_stages)
             asked = self._source_of(layout), self._plan(layout), self._budget, layout.accumulated
             self._priced[layout] = price(*asked, whole=whole) if self._deep else cheapest(*asked)
+        except UnlikeError as error:
+            self._priced[layout] = None
+            self._unlike.add(_of_copies(layout))
+            self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
         except (PlanError, CaptureError) as error:
             self._priced[layout] = None
             self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
@@ -566,6 +573,11 @@ class Finals:
 def _kind(layout: Layout) -> tuple[object, ...]:
     """Equal for layouts whose estimates of memory are off alike."""
     return layout.stages > 1, layout.zero_bubble, layout.tp * layout.cp > 1, layout.recompute, layout.offload
+
+
+def _of_copies(layout: Layout) -> tuple[str, bool]:
+    """What decides where layers' copies to the host fall among other operations: the same for like layouts."""
+    return layout.offload, layout.degree > 1
 
 
 def _best_of_presets(fitting: Sequence[Estimated]) -> set[Layout]:

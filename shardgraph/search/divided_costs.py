@@ -80,6 +80,8 @@ def both(
     changed: dict[str, Any] = {name: part(*(getattr(costs, name) for costs in every)) for name in _PARTS}
     for name in _AROUND:
         changed[name] = held(*(getattr(costs, name) for costs in every))
+    if len(undivided.rows) == len(outer.rows) == len(inner.rows):
+        changed["rows"] = tuple(a * b / one for one, a, b in zip(*(costs.rows for costs in every), strict=True))
     return replace(undivided, **changed)
 
 

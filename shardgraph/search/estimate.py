@@ -111,7 +111,13 @@ def _stage(costs: LayerCosts, head: bool, layers: int, tail: bool) -> Part:
 
 def estimate(layout: Layout, costs: LayerCosts, cluster: Cluster, optimizer: str) -> Estimate:
     """The estimate of a layout whose operators are divided, and activations recomputed, as those of ``costs``."""
-    return _Estimate(layout, costs, cluster, optimizer).of_step()
+    sharded = 1 if layout.data == "ddp" else layout.shard
+    return _Estimate(layout, _stored_by(costs, sharded), cluster, optimizer).of_step()
+
+
+@lru_cache(1024)
+def _stored_by(costs: LayerCosts, ranks: int) -> LayerCosts:
+    return costs.stored_by(ranks)
 
 
 @dataclass(frozen=True)

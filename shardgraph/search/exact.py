@@ -27,6 +27,10 @@ FEW = 40
 """Layers of a model that is analysed whole, in a few seconds, if its layers are not done alike."""
 
 
+class UnlikeError(PlanError):
+    """A few of a deep model's layers do not tell what a plan costs, since it does not treat all alike."""
+
+
 @dataclass(frozen=True)
 class Priced:
     """A plan and its prediction. ``samples`` are those of a step over all ranks, ``live`` the bytes at the peak by
@@ -187,7 +191,7 @@ def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan
         return plan, replace(analysis, plan=plan)
     if plan.bucket:
         return _deep(source, depths, replace(plan, bucket=0), whole)
-    raise PlanError(
+    raise UnlikeError(
         "not priced: its equal layers are not scheduled alike, which takes an analysis of all of them; "
         "shardgraph.analyze makes one"
     )

@@ -9,6 +9,7 @@ other in turns, that is found for a unit of them, one of each kind, of which eac
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from shardgraph.cost_models import compute
 from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.ir.attributes import CAST_OF, ROLE
-from shardgraph.passes.analysis.local import shard_bytes
+from shardgraph.passes.analysis.local import shard_bytes, shard_shape
 from shardgraph.passes.analysis.names import module_of
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.passes.program import Program
@@ -30,6 +31,9 @@ from shardgraph.report.analysis import Analysis
 
 _LASTING = ("parameters", "buffers", "inputs", "gradients", "optimizer state", "gathered parameters")
 """Kinds of memory that no layer's microbatch adds to."""
+
+_PADDED = 1.01
+"""Shards with so many times the rows that there are count as larger; fewer are no more than estimates are off."""
 
 
 class Part(NamedTuple):
@@ -89,7 +93,7 @@ class LayerCosts:
     Stages of a pipeline have a multiple of ``unit`` layers. For microbatches of ``batch`` samples. ``working`` are the
     bytes beside those saved at the peak, of activations and temporaries; ``crossing`` those that one layer passes to
     the next; ``shares`` the parts of the bytes of a layer's parameters, or of all where there are no equal layers, that
-    each of them has.
+    each of them has, and ``rows`` how many rows each has.
     """
 
     head: Part
@@ -100,6 +104,7 @@ class LayerCosts:
     working: float
     crossing: float
     shares: tuple[float, ...]
+    rows: tuple[float, ...]
     unit: int = 1
 
     @property
@@ -120,6 +125,20 @@ class LayerCosts:
             return self
         parts = {name: getattr(self, name).with_links_faster(factor) for name in ("head", "layer", "tail")}
         return replace(self, **parts)
+
+    def stored_by(self, ranks: int) -> LayerCosts:
+        """The costs with the rows of a layer's parameters that are stored, gathered and reduced where so many ranks
+        have equally many of them: of fewer rows than ranks some ranks have rows of nothing."""
+        if not self.rows or ranks == 1:
+            return self
+        padded = sum(
+            share * ranks * math.ceil(rows / ranks) / rows for share, rows in zip(self.shares, self.rows, strict=True)
+        )
+        factor = padded / sum(self.shares)
+        if factor < _PADDED:
+            return self
+        sizes = {name: factor * getattr(self.layer, name) for name in ("parameters", "gathered", "reduced")}
+        return replace(self, layer=self.layer._replace(**sizes))
 
     def without(self, tail: Part, working: float, share: float) -> LayerCosts:
         """The costs less a ``share`` of what the end of the model has of ``tail``, and of ``working`` bytes."""
@@ -143,8 +162,10 @@ class LayerCosts:
         def part(one: Part, divided: Part) -> Part:
             return Part(*map(line, one, divided))
 
+        rows = tuple(map(line, self.rows, other.rows)) if len(self.rows) == len(other.rows) else self.rows
         return replace(
             self,
+            rows=rows,
             head=part(self.head, other.head),
             layer=part(self.layer, other.layer),
             tail=part(self.tail, other.tail),
@@ -156,8 +177,8 @@ class LayerCosts:
 def whole_costs(program: Program, analysis: Analysis) -> LayerCosts:
     """The costs of a model without equal layers, from its program."""
     whole, working = _costs_of(program, analysis)
-    shares = _shares(program, program.trained)
-    return LayerCosts(whole, Part(), Part(), 0, max(1, analysis.samples), working, 0.0, shares)
+    shares, rows = _shares(program, program.trained)
+    return LayerCosts(whole, Part(), Part(), 0, max(1, analysis.samples), working, 0.0, shares, rows)
 
 
 Analysed = tuple[Program, Analysis]
@@ -173,9 +194,9 @@ def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, units: int) 
     head = Part(*map(min, head, rest))
     tail = rest.plus(head, -1).positive
     batch = max(1, few[1].samples)
-    shares = _shares(few[0], (fqn for fqn in few[0].trained if _is_in(fqn, stack.unit(2)[:1])))
+    shares, rows = _shares(few[0], (fqn for fqn in few[0].trained if _is_in(fqn, stack.unit(2)[:1])))
     layer, layers, crossing = Part().plus(unit, 1 / stack.period), stack.layers - stack.head, _crossing(few[0], stack)
-    return LayerCosts(head, layer, tail, layers, batch, working, crossing, shares, stack.period)
+    return LayerCosts(head, layer, tail, layers, batch, working, crossing, shares, rows, stack.period)
 
 
 def takes_another(analysis: Analysis, stack: Stack) -> bool:
@@ -296,11 +317,13 @@ def _states(program: Program, names: Iterable[str]) -> Iterator[Part]:
         yield Part(parameters=sizes[0], gathered=sizes[1], reduced=sizes[2], tensors=1)
 
 
-def _shares(program: Program, names: Iterable[str]) -> tuple[float, ...]:
-    """The part of the bytes of parameters that each of them has."""
-    sizes = [part.gathered for part in _states(program, sorted(names))]
-    whole = sum(sizes)
-    return tuple(size / whole for size in sizes if size)
+def _shares(program: Program, names: Iterable[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The part of the bytes of parameters that each of them has, and its rows; without empty ones."""
+    names = sorted(names)
+    sizes = [part.gathered for part in _states(program, names)]
+    rows = [(*shard_shape(program.context, fqn, 0), 1)[0] for fqn in names]
+    whole, some = sum(sizes), [place for place, size in enumerate(sizes) if size]
+    return tuple(sizes[place] / whole for place in some), tuple(float(rows[place]) for place in some)
 
 
 def _head(analysis: Analysis, program: Program, stack: Stack) -> Part:
