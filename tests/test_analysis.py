@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -272,6 +273,26 @@ def test_so_are_those_whose_small_shards_fall_otherwise_into_what_is_updated_tog
 
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1024}  # a layer has more than is updated together
+
+
+def test_a_tensor_that_all_layers_save_in_host_memory_is_fetched_as_late_as_in_the_whole_model(monkeypatch):
+    """Its copy back begins before the first of them and is awaited behind the last, however many there are."""
+    search, written = importlib.import_module("shardgraph.search.analysis"), []
+    monkeypatch.setattr(search, "extend", lambda *given: written.append(extend(*given)) or written[-1])
+    with torch.device("meta"):
+        model, mesh = llama(9, hidden_size=512, intermediate_size=2048), {"dp": 16}
+        ids = torch.zeros(2, 1024, dtype=torch.long)
+    options: Any = {"example_kwargs": {"input_ids": ids, "labels": ids}, "cluster": Cluster.of("H100", nodes=2)}
+    options |= {"mesh": mesh, "recompute": "full", "offload": "activations"}
+    apart = replace(shardgraph.preset("zero2", mesh), bucket=0)
+    folded, whole = (shardgraph.analyze(model, (), apart, fold=fold, **options) for fold in (True, False))
+    assert len(written) == 1 and max(row.waits for row in whole.rows) > len(whole.rows) / 4
+    of_both = [[row for row in each.rows if row.half != "optimizer"] for each in (folded, whole)]
+    few, many = ([(row.operation, row.waits, row.memory, row.host) for row in rows] for rows in of_both)
+    assert few == many
+    assert folded.time.total == pytest.approx(whole.time.total) and folded.peak_memory == pytest.approx(
+        whole.peak_memory, rel=1e-4
+    )
 
 
 @pytest.mark.slow

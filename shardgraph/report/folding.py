@@ -234,9 +234,21 @@ def _insertion(few: Sequence[Mark], some: Sequence[Mark]) -> tuple[int, int]:
     start, end = differ - length, differ
     if length <= 0 or start < 0:
         raise NotPeriodicError("one more layer does not insert operations")
-    if [*few[:start], *some[start:end], *few[start:]] != [*some]:
+    if not _is_tail(few[start:], some[end:], length):
         raise NotPeriodicError("one more layer does not insert the same operations each time")
     return start, end
+
+
+def _is_tail(few: Sequence[Mark], some: Sequence[Mark], length: int) -> bool:
+    """Whether these are the same operations behind a segment, and behind it with ``length`` rows more: what waits for a
+    transfer that is started before the segment, as for what all layers read, has started it as many rows earlier."""
+
+    def alike(place: int, one: Mark, other: Mark) -> bool:
+        before, behind = int(str(one[-1])), int(str(other[-1]))
+        return one[:-1] == other[:-1] and behind == before + length and before > place
+
+    pairs = enumerate(zip(few, some, strict=False))
+    return len(few) == len(some) and all(a == b or alike(place, a, b) for place, (a, b) in pairs)
 
 
 def _extend_half(programs: Sequence[Sequence[Row]], more: int) -> list[Row]:
@@ -298,7 +310,9 @@ def _check_like(shorter: Sequence[Row], first: Sequence[Row], second: Sequence[R
     """Check that a third, ``shorter`` program differs from the first as that from the second."""
     few, some, many = ([mark(row) for row in program] for program in (shorter, first, second))
     start, end = _insertion(few, some)
-    if some[:end] + some[start:end] + some[end:] != many:
+    length = end - start
+    repeated = many[: end + length] == some[:end] + some[start:end]
+    if not repeated or not _is_tail(some[end:], many[end + length :], length):
         raise NotPeriodicError("one more layer does not insert the same operations each time")
     heads = zip(shorter[:start], first[:start], second[:start], strict=True)
     tails = zip(shorter[start:], first[end:], second[2 * end - start :], strict=True)
@@ -327,11 +341,13 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _grown(row: Row, base: Row, *growths: tuple[int, Row, Row]) -> Row:
-    """``row`` with the live bytes and layer number of ``base``, plus ``growths``: how many times, from and to a row."""
+    """``row`` with the live bytes, layer number and distance to what it waits for of ``base``, plus ``growths``: how many
+    times, from and to a row."""
     layer = _layer(base) + sum(times * (_layer(after) - _layer(before)) for times, before, after in growths)
     memory, host = _with_growth(base, *((times, _growth(before, after)) for times, before, after in growths))
     module, label = _in_layer(row.module, row.label, layer)
-    return row.but(memory=memory, host=host, module=module, label=label)
+    waits = base.waits + sum(times * (after.waits - before.waits) for times, before, after in growths)
+    return row.but(memory=memory, host=host, module=module, label=label, waits=waits)
 
 
 def _with_growth(row: Row, *growths: tuple[int, dict[tuple[str, str], int]]) -> list[dict[str, int]]:
