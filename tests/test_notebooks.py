@@ -23,7 +23,8 @@ def printed_in(cell: dict[str, Any]) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The text without numbers and what is measured in them."""
+    """The text without numbers and what is measured in them, nor what of all was measured to round most."""
+    text = re.sub(r"(?<=\): )[\w .]+(?= at step \d)", "#", text)
     return re.sub(r"\d[\d.,]*(e[+-]\d+)?( (GiB|MiB|KiB|B|s|ms|us|ns)\b)?", "#", text).split()
 
 

@@ -168,6 +168,9 @@ def compile(
     mesh_of = partial(run_axes, mesh)
     with agreement.on_all_ranks("the model and the plan") as lines:
         check_unsharded(model)
+        training = model.training and torch.is_grad_enabled()
+        allowed = "for a model in training mode, outside of torch.no_grad(): call model.train() first"
+        expect(global_batch is None or training, "global_batch", global_batch, allowed)
         options = (recompute, memory, loss_chunk, offload, cluster)
         also: Any = {"gradient_statistics": gradient_statistics, "total": global_batch}
         question = Question.of(model, plan, mesh_of, mesh is None, pipeline, precision, *options, **also)
@@ -184,9 +187,6 @@ def compile(
     for name, value in (("tune", tune), ("global_batch", global_batch)):
         possible = value is None or (question.automatic and inputs is not None)
         expect(possible, name, value, "for plan='auto' with example inputs")
-    training = model.training and torch.is_grad_enabled()
-    allowed = "for a model in training mode, outside of torch.no_grad(): call model.train() first"
-    expect(global_batch is None or training, "global_batch", global_batch, allowed)
     if measures:
         measure_network(progress)
     captures = Captures(device, agreement.first_made)

@@ -23,8 +23,8 @@ _OF_A_TURN = 2  # timed steps, after one that brings back into caches what other
 class TimedSteps:
     """Steps of a module with AdamW, whose learning rate of 0 leaves the weights as they are.
 
-    ``inputs`` are the arguments and keyword arguments of a call; where they have no values, or ranks share a batch, of
-    the first rank's. All ranks take the same steps, of as many calls as the plan has.
+    ``inputs`` are the arguments and keyword arguments of a call; where ranks share a batch, all take the first rank's.
+    All ranks take the same steps, of as many calls as the plan has.
     """
 
     def __init__(self, sharded: ShardedModule, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:

@@ -223,7 +223,7 @@ def check_insertion(first: Sequence[Row], second: Sequence[Row]) -> None:
         _insertion(*([mark(row) for row in program if row.half == half] for program in (first, second)))
 
 
-Mark = tuple[object, ...]
+Mark = tuple[Any, ...]  # ends with the distance to what is waited for
 
 
 def _insertion(few: Sequence[Mark], some: Sequence[Mark]) -> tuple[int, int]:
@@ -244,8 +244,7 @@ def _is_tail(few: Sequence[Mark], some: Sequence[Mark], length: int) -> bool:
     transfer that is started before the segment, as for what all layers read, has started it as many rows earlier."""
 
     def alike(place: int, one: Mark, other: Mark) -> bool:
-        before, behind = int(str(one[-1])), int(str(other[-1]))
-        return one[:-1] == other[:-1] and behind == before + length and before > place
+        return one[:-1] == other[:-1] and other[-1] == one[-1] + length and one[-1] > place
 
     pairs = enumerate(zip(few, some, strict=False))
     return len(few) == len(some) and all(a == b or alike(place, a, b) for place, (a, b) in pairs)
@@ -341,8 +340,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def _grown(row: Row, base: Row, *growths: tuple[int, Row, Row]) -> Row:
-    """``row`` with the live bytes, layer number and distance to what it waits for of ``base``, plus ``growths``: how many
-    times, from and to a row."""
+    """``row`` with the live bytes, layer number and distance to what it waits for of ``base``, plus ``growths``: how
+    many times, from and to a row."""
     layer = _layer(base) + sum(times * (_layer(after) - _layer(before)) for times, before, after in growths)
     memory, host = _with_growth(base, *((times, _growth(before, after)) for times, before, after in growths))
     module, label = _in_layer(row.module, row.label, layer)

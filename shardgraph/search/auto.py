@@ -424,12 +424,10 @@ class Finals:
                 raise PlanError(self._why_no_stages)
             asked = self._source_of(layout), self._plan(layout), self._budget, layout.accumulated
             self._priced[layout] = price(*asked, whole=whole) if self._deep else cheapest(*asked)
-        except UnlikeError as error:
-            self._priced[layout] = None
-            self._unlike.add(_of_copies(layout))
-            self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
         except (PlanError, CaptureError) as error:
             self._priced[layout] = None
+            if isinstance(error, UnlikeError):
+                self._unlike.add(_of_copies(layout))
             self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
 
     @cached_property
