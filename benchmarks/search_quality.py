@@ -75,20 +75,23 @@ class Job(NamedTuple):
     memory: str | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What planning, analysing and compiling it have in common."""
-        kwargs = self.call()[1]
+    def samples(self) -> int:
+        return Call(nn.Identity(), *self.call()).batch
+
+    def inputs(self, rows: int) -> Inputs:
+        """The call with so many samples."""
+        call = Call(nn.Identity(), *self.call()).repeated(rows)
+        return call.args, dict(call.kwargs)
+
+    def options(self, rows: int) -> dict[str, Any]:
+        """What planning, analysing and compiling it have in common, for calls of so many samples."""
+        args, kwargs = self.inputs(rows)
         loss_fn = F.mse_loss if "target" in kwargs else None
-        return {"example_kwargs": kwargs, "loss_fn": loss_fn, "memory": self.memory}
+        return {"example_inputs": args, "example_kwargs": kwargs, "loss_fn": loss_fn, "memory": self.memory}
 
-
-def with_rows(job: Job, rows: int | None) -> Inputs:
-    """The job's call, with so many samples."""
-    args, kwargs = job.call()
-    if rows is None:
-        return args, kwargs
-    call = Call(nn.Identity(), args, kwargs).repeated(rows)
-    return call.args, dict(call.kwargs)
+    def rows(self, total: int | None, calls: int) -> int:
+        """The samples of a call: of a step with so many calls of all data ranks, or the job's for each."""
+        return self.samples if total is None else total // calls
 
 
 def _text(batch: int, length: int) -> Callable[[], Inputs]:
@@ -204,8 +207,8 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
     programs = {plan: program_text(module) for plan, module in modules.items()}
     first_of = {plan: next(other for other in programs if programs[other] == programs[plan]) for plan in programs}
     distinct = list(dict.fromkeys(first_of.values()))
-    rows = {plan: _rows_of(total, modules[plan].plan.data_size * modules[plan].plan.calls) for plan in distinct}
-    steps = {plan: TimedSteps(modules[plan], with_rows(job, rows[plan])) for plan in distinct}
+    rows = {plan: job.rows(total, modules[plan].plan.data_size * modules[plan].plan.calls) for plan in distinct}
+    steps = {plan: TimedSteps(modules[plan], job.inputs(rows[plan])) for plan in distinct}
 
     def in_turns(plans: list[str], rounds: int) -> dict[str, list[float]]:
         taken: dict[str, list[float]] = {plan: [] for plan in plans}
@@ -228,10 +231,6 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
     return Outcome(times, {plan: _kind(modules[plan].plan) for plan in rivals}, beside)
 
 
-def _rows_of(total: int | None, calls: int) -> int | None:
-    return None if total is None else total // calls
-
-
 def _kind(plan: shardgraph.Plan) -> str:
     if plan.pipeline is not None:
         return f"{plan.name} {plan.pipeline.schedule} {plan.pipeline.parts}"
@@ -241,7 +240,7 @@ def _kind(plan: shardgraph.Plan) -> str:
 def peaks_on_rank(name: str, wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[str, int]]:
     """The automatic plans' names and peaks in bytes, of the fullest rank."""
     torch.set_num_threads(1)
-    call = with_rows(JOBS[name], None)
+    call = JOBS[name].call()
     inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     found = {}
     for plan, module in compiled(JOBS[name], wanted, None).items():
@@ -269,13 +268,9 @@ def compiled(job: Job, wanted: dict[str, dict[str, Any]], total: int | None) -> 
     model = job.model()
     modules = {}
     for name, asked in wanted.items():
-        by_name = name not in AUTOMATIC
-        args, kwargs = with_rows(job, _rows_of(total, asked["mesh"].get("dp", 1)) if by_name else None)
-        options = {**job.options, "example_kwargs": kwargs}
+        rows = job.samples if name in AUTOMATIC else job.rows(total, asked["mesh"].get("dp", 1))
         with contextlib.suppress(shardgraph.PlanError):  # it does not fit
-            modules[name] = shardgraph.compile(
-                copy.deepcopy(model), example_inputs=args, progress=False, **asked, **options
-            )
+            modules[name] = shardgraph.compile(copy.deepcopy(model), progress=False, **asked, **job.options(rows))
     return modules
 
 
@@ -287,8 +282,8 @@ def automatic_plans(
         asked = {"plan": "auto", "global_batch": total}
         return {"auto": asked, **({"tuned": {**asked, "tune": tune}} if tune else {})}
     torch.manual_seed(0)
-    model, (args, _) = job.model(), job.call()
-    automatic = shardgraph.plan(model, args, devices=ranks, cluster=here, progress=False, **job.options)
+    options = job.options(job.samples)
+    automatic = shardgraph.plan(job.model(), devices=ranks, cluster=here, progress=False, **options)
     return {"auto": {"plan": automatic}, **({"tuned": {"plan": "auto", "tune": tune}} if tune else {})}
 
 
@@ -299,10 +294,9 @@ def promising(job: Job, ranks: int, here: Cluster, total: int | None) -> dict[st
     predicted: dict[str, float] = {}
     for variants in by_hand(ranks).values():
         for name, asked in variants.items():
-            args, kwargs = with_rows(job, _rows_of(total, asked["mesh"].get("dp", 1)))
-            options = {**job.options, "example_kwargs": kwargs}
+            options = job.options(job.rows(total, asked["mesh"].get("dp", 1)))
             with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
-                analysis = shardgraph.analyze(model, args, cluster=here, **asked, **options)
+                analysis = shardgraph.analyze(model, cluster=here, **asked, **options)
                 found[name], predicted[name] = asked, analysis.time.total / analysis.samples
                 break
     return {name: found[name] for name, seconds in predicted.items() if seconds <= WITHIN * min(predicted.values())}
@@ -334,7 +328,7 @@ def show(job: str, found: Outcome) -> None:
 
 def total_of(job: Job, options: argparse.Namespace) -> int | None:
     """The samples of a step, of all ranks."""
-    return Call(nn.Identity(), *job.call()).batch * options.ranks if options.total else None
+    return job.samples * options.ranks if options.total else None
 
 
 def work(options: argparse.Namespace) -> None:
@@ -370,6 +364,8 @@ def main() -> None:
     parser.add_argument("--peaks", action="store_true", help="measure memory instead of time")
     parser.add_argument("--network", choices=[setting.name for setting in SETTINGS], help="between two nodes")
     options = parser.parse_args()
+    if options.peaks and options.total:
+        parser.error("--peaks are of plans that are found before, and those of --total are found on the ranks")
     if options.network and "RANK" in os.environ:
         return work(options)
     of = "all ranks" if options.total else "a data rank"

@@ -91,18 +91,13 @@ def test_inputs_of_other_sizes_have_the_rows_of_the_example_again():
     assert call.repeated(3) is call
 
 
-def found(mesh: dict[str, int], **options: Any) -> shardgraph.Plan:
-    """What is found without ranks, as ``compile`` does it."""
-    question = Question.of(net(), "auto", lambda _: tuple(mesh.items()), cluster=toy_cluster(1, 4), **options)
-    source = Source(question.about((X,), {"target": X}, nn.functional.mse_loss))
-    return choose_plan(source, own_batches=question.total is None)
-
-
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=str)
 def test_a_total_is_searched_as_plan_searches_it(mesh):
     asked: Any = {"example_kwargs": {"target": X}, "loss_fn": nn.functional.mse_loss, "cluster": toy_cluster(1, 4)}
     expected = shardgraph.plan(net(), (X,), **asked, mesh=mesh, global_batch=16)
-    assert found(mesh=mesh, total=16).to_yaml() == expected.to_yaml()
+    question = Question.of(net(), "auto", lambda _: tuple(mesh.items()), cluster=asked["cluster"], total=16)
+    source = Source(question.about((X,), asked["example_kwargs"], asked["loss_fn"]))
+    assert choose_plan(source, own_batches=False).to_yaml() == expected.to_yaml()
 
 
 @pytest.mark.parametrize(

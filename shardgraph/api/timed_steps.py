@@ -49,7 +49,7 @@ class TimedSteps:
             again = _now() - first
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return largest(_now() - started + again * max(0, calls - 2))
+        return largest(_now() - started + again * (calls - 2))
 
     def median(self, seconds: float) -> float:
         """The median of the steps that ``seconds`` are enough for, and of some steps at least."""

@@ -111,8 +111,7 @@ def _stage(costs: LayerCosts, head: bool, layers: int, tail: bool) -> Part:
 
 def estimate(layout: Layout, costs: LayerCosts, cluster: Cluster, optimizer: str) -> Estimate:
     """The estimate of a layout whose operators are divided, and activations recomputed, as those of ``costs``."""
-    sharded = 1 if layout.data == "ddp" else layout.shard
-    return _Estimate(layout, _stored_by(costs, sharded), cluster, optimizer).of_step()
+    return _Estimate(layout, _stored_by(costs, layout.shards), cluster, optimizer).of_step()
 
 
 @lru_cache(1024)
@@ -168,11 +167,11 @@ class _Estimate:
             added = accumulation_seconds(device, part.reduced, part.tensors, microbatches)
             backward += max(added, device.call * part.tensors) if microbatches > 1 else 0.0
         if self._on_host:
-            copied = part.gathered / self._sharded / self.cluster.device.linked_host.link.bandwidth
+            copied = part.gathered / self.layout.shards / self.cluster.device.linked_host.link.bandwidth
             called = _LOADS * self.cluster.device.call * part.tensors
             forward = max(forward, copied, part.called + called)
             backward = max(backward, copied, part.called_back + called)
-        forward += 0.0 if self._gathers_once else part.cast / self._sharded
+        forward += 0.0 if self._gathers_once else part.cast / self.layout.shards
         backward += self._cast_again(part)
         copied = self._away * scale / self.cluster.device.linked_host.link.bandwidth if self._away else 0.0
         forward, backward = max(forward, copied), max(backward, copied)
@@ -190,7 +189,7 @@ class _Estimate:
         if self.layout.data != "fsdp" or not part.cast:
             return 0.0
         started = compute.seconds(self.cluster.device, "pointwise", "", 0.0, 0.0)
-        return part.cast / self._sharded + part.tensors * started
+        return part.cast / self.layout.shards + part.tensors * started
 
     def _beside(self, computation: float, communication: float, end: float) -> float:
         """Seconds of a half whose communication overlaps with computation, but for the first or the last of it: a
@@ -218,13 +217,13 @@ class _Estimate:
         cost, device = optimizer_cost(self.optimizer), self.cluster.device
         rate = device.linked_host.optimizer if self._on_host else device.rate("optimizer")
         assert rate is not None
-        nbytes, alone = whole.parameters / self._sharded, self._on_host or self.layout.ranks == 1
+        nbytes, alone = whole.parameters / self.layout.shards, self._on_host or self.layout.ranks == 1
         updates = whole.tensors if alone else min(whole.tensors, nbytes / UPDATED_TOGETHER + 1)
         update = cost.moved * nbytes / rate.per_second + rate.overhead * updates
         if self.layout.stages == 1:
             on_device, on_host = (0.0, nbytes) if self._on_host else (nbytes, 0.0)
             return update + seconds_of_calls(device, self.layout.microbatches, on_device, on_host)
-        gathered = self._gather(whole) + whole.cast / self._sharded if self._gathers_once else 0.0
+        gathered = self._gather(whole) + whole.cast / self.layout.shards if self._gathers_once else 0.0
         return update + self._reduction(whole) + gathered
 
     def _collective(self, operation: str, nbytes: float, part: Part, axis: str) -> float:
@@ -308,11 +307,6 @@ class _Estimate:
         return self.layout.offload in ("parameters", "all")
 
     @property
-    def _sharded(self) -> int:
-        """The ranks that have a part of each parameter."""
-        return 1 if self.layout.data == "ddp" else self.layout.shard
-
-    @property
     def _sharding(self) -> str:
         return "dp_shard" if self.layout.replicate > 1 else "dp"
 
@@ -328,7 +322,7 @@ class _Estimate:
     def _memory(self, rank: _Rank, scale: float) -> float:
         layout, whole = self.layout, rank.whole
         cost = optimizer_cost(self.optimizer)
-        sharded = self._sharded
+        sharded = self.layout.shards
         weights = whole.parameters
         outside = max(self.costs.head.parameters, self.costs.tail.parameters)
         largest = min(weights, self.costs.layer.parameters + outside)

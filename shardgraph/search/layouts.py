@@ -68,6 +68,11 @@ class Layout:
         return self.stages * self.data_ranks * self.cp * self.tp  # those of experts have batches
 
     @property
+    def shards(self) -> int:
+        """Ranks that have a part of each parameter, as it is stored."""
+        return 1 if self.data == "ddp" else self.shard
+
+    @property
     def shared(self) -> bool:
         """Whether ranks share a batch otherwise than in stages."""
         return self.tp * self.cp > 1
