@@ -15,7 +15,7 @@ from torch import nn, optim
 import shardgraph
 from shardgraph import ir, preset
 from shardgraph.module import pipelined, state_on_disk, update_in_backward
-from shardgraph.report.step import program_memory
+from shardgraph.report.step import program_halves, program_memory
 from shardgraph.torch_api import local_tensor
 from tests import ranks
 from tests.local_steps import OPTIMIZERS
@@ -91,8 +91,9 @@ def peaks(plan: str) -> dict[str, tuple[int, int]]:
     for name, step in steps.items():
         states = [value for state in optimizer.state.values() for value in state.values()]
         measured = min(ranks._measured(step, [*sharded.parameters(), *states, x]) for _ in range(3))
-        whole = name == "whole"
-        found[name] = program_memory(sharded.program, "adamw", dist.get_rank(), whole_step=whole).peak_bytes, measured
+        halves = program_halves(sharded.program, "update" if name == "whole" else "backward")
+        predicted = program_memory(sharded.program, "adamw", dist.get_rank(), halves=halves)
+        found[name] = predicted.peak_bytes, measured
     return found
 
 

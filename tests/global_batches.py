@@ -53,8 +53,9 @@ def divided(mesh: dict[str, int] | None, memory: int, tune: float | None) -> tup
     for step in range(3):
         inputs, targets = (part.chunk(plan.data_size)[plan.data_rank(rank)].chunk(plan.calls) for part in batch(step))
         total = torch.zeros(())
-        for each, target in zip(inputs, targets, strict=True):
+        for call, (each, target) in enumerate(zip(inputs, targets, strict=True)):
             assert len(each) == plan.samples_per_call
+            sharded.set_requires_gradient_sync(plan.reduces(call))
             total += _loss(sharded, each, target, plan.calls)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import shardgraph
 from shardgraph import PlanError
 from shardgraph.api.plan import searched
+from shardgraph.plans.batch import Batch
 from shardgraph.search.exact import price
 from shardgraph.search.fitting import advice
 from tests.machines import GIB, toy_cluster
@@ -39,7 +41,8 @@ def source_of(model: nn.Module, inputs: tuple[torch.Tensor, ...] = (), kwargs=No
 
 def test_twice_the_devices_and_half_the_batch_are_priced_for_the_calls_of_a_global_batch():
     source = source_of(Net(), INPUTS, total=12)
-    smallest = price(source.resized(2, 6), shardgraph.preset("fsdp", {"dp": 2}), GIB, 3).of_batch(12)
+    plan = replace(shardgraph.preset("fsdp", {"dp": 2}), batch=Batch(12, calls=3))
+    smallest = price(source.resized(2, 6), plan, GIB)
     halved, doubled = advice(source, smallest, GIB).splitlines()[-2:]
     if "devices" in halved:
         halved, doubled = doubled, halved

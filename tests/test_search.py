@@ -180,7 +180,7 @@ def test_what_is_too_large_takes_no_place_of_what_fits(monkeypatch):
     source = source_of(64, Cluster.of("H100", nodes=8), model, (x,)).of_few_layers
     budget, asked = 100, []
 
-    def exactly(source: Source, plan: Plan, budget: int, accumulated: int, whole: bool) -> Priced:
+    def exactly(source: Source, plan: Plan, budget: int, whole: bool) -> Priced:
         layout, guess = next(pair for pair in estimated if pair[0].plan().whole_mesh == plan.whole_mesh)
         asked.append(layout)
         return Priced(plan, int(guess.memory), guess.seconds, {"exposed": 0.0}, layout.samples)
@@ -489,10 +489,10 @@ def test_the_answer_is_that_of_pricing_every_layout(seed, monkeypatch):
 
     known: dict[object, object] = {}
 
-    def once(source, plan, budget, accumulated):
-        key = plan, source.call.batch, accumulated
+    def once(source, plan, budget):
+        key = plan, source.call.batch
         if key not in known:
-            known[key] = cheapest(source, plan, budget, accumulated)
+            known[key] = cheapest(source, plan, budget)
         return known[key]
 
     monkeypatch.setattr(auto, "cheapest", once)

@@ -59,7 +59,7 @@ def test_the_same_plan_has_more_data_ranks_on_more_devices():
 
 def test_larger_steps_are_more_calls_of_the_same_size():
     answer = what_if(global_batch=24)
-    assert answer.same.plan.batch == Batch(24, 3) and answer.same.samples == answer.now.samples
+    assert answer.same.plan.batch == Batch(24, 3) and answer.same.samples == 24 == 3 * answer.now.samples
     assert answer.best.plan.batch.samples == 24
 
 

@@ -117,8 +117,9 @@ def profile_step(
 
     Saved values live until their last use in backward. The caller is assumed to hold the outputs that the loss depends
     on until backward ends, and to drop the others after forward. Gradients do not exist before backward
-    (``zero_grad(set_to_none=True)``). ``update`` is the optimizer's memory on the device, ``host_update`` on the host;
-    it updates at the end, and in backward wherever gradients are handed over there.
+    (``zero_grad(set_to_none=True)``), but for those that backward adds to. ``update`` is the optimizer's memory on the
+    device, ``host_update`` on the host; it updates at the end, and in backward wherever gradients are handed over
+    there.
     ``granule``, ``workspaces`` and ``gloo`` are as for :func:`profile_memory`.
     """
     graphs = {"forward": forward} | ({"backward": backward} if backward is not None else {})
@@ -280,7 +281,7 @@ def storages_of(
         if node.op == "placeholder" and ROLE.of(node) in left:
             held[node] = left[ROLE.of(node)]
         elif isinstance(ROLE.get(node), ir.Accumulated):  # memory of its own; equal layers may have one fake tensor
-            held[node] = [Storage(_rounded(node.meta["val"].nbytes, granule), start)]
+            held[node] = [Storage(_rounded(node.meta["val"].nbytes, granule), 0)]  # there before forward
         elif node.op in ("placeholder", "get_attr"):
             # Inputs whose values share a storage are views of each other: a saved tensor and its transpose.
             tensors = _tensors(node.meta.get("val"))

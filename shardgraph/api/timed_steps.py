@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,19 +38,28 @@ class TimedSteps:
             self.step()
 
     def step(self) -> float:
-        """The seconds of a step on the slowest rank; of many calls two are made, the second for all but the first."""
-        args, kwargs = self.inputs
+        """The seconds of a step on the slowest rank. Of many calls two are made, and the last one if it alone reduces
+        gradients; the second one stands for the others."""
         calls = self.sharded.plan.calls
+        alike = calls if self.sharded.plan.reduces(0) else calls - 1
         started = time.perf_counter()
-        _forward_and_backward(self.sharded, args, kwargs)
+        self._call(0)
         again = 0.0
-        if calls > 1:
-            first = _now()
-            _forward_and_backward(self.sharded, args, kwargs)
-            again = _now() - first
+        if alike > 1:
+            second = _now()
+            self._call(1)
+            again = _now() - second
+        if alike < calls:
+            self._call(calls - 1)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return largest(_now() - started + again * (calls - 2))
+        return largest(_now() - started + again * max(0, alike - 2))
+
+    def _call(self, number: int) -> None:
+        """Make a call of this number in its step."""
+        args, kwargs = self.inputs
+        with nullcontext() if self.sharded.plan.reduces(number) else self.sharded.no_sync():
+            _forward_and_backward(self.sharded, args, kwargs)
 
     def median(self, seconds: float) -> float:
         """The median of the steps that ``seconds`` are enough for, and of some steps at least."""

@@ -18,6 +18,7 @@ def adapted(plan: Plan, ranks: int, samples: int, per_call: int) -> Plan:
     Raises:
         PlanError: that many ranks, or samples, cannot be divided so.
     """
+    reduce = plan.batch.reduce if plan.batch else "each"
     plan = replace(_on(plan, ranks), activations=None)
     if plan.data_size < 1 or samples % plan.data_size:
         raise PlanError(
@@ -30,7 +31,7 @@ def adapted(plan: Plan, ranks: int, samples: int, per_call: int) -> Plan:
         parts = next(count for count in range(1, of_rank + 1) if of_rank % count == 0 and of_rank // count <= size)
         return replace(plan, pipeline=replace(plan.pipeline, microbatches=parts), batch=Batch(samples))
     calls = next(count for count in range(1, of_rank + 1) if of_rank % count == 0 and of_rank // count <= per_call)
-    return replace(plan, batch=Batch(samples, calls))
+    return replace(plan, batch=Batch(samples, calls, reduce))
 
 
 def _on(plan: Plan, ranks: int) -> Plan:

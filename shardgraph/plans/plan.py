@@ -107,7 +107,7 @@ class Plan:
         ``(axis name, size)``; :class:`shardgraph.LocalSGD` averages them. Empty for a single copy.
     ``batch``
         The global batch that it was chosen for, and the calls of a rank in which it is computed; None: of any size, in
-        one call. It is for the loop that trains: see :attr:`calls` and :attr:`samples_per_call`.
+        one call. It is for the loop that trains: see :attr:`calls`, :attr:`samples_per_call` and :meth:`reduces`.
     ``note``
         Why this plan was chosen, for display only.
     ``considered``
@@ -203,6 +203,11 @@ class Plan:
     def calls(self) -> int:
         """Number of calls of a rank in one step, whose gradients are added up before the optimizer's step."""
         return self.batch.calls if self.batch else 1
+
+    def reduces(self, call: int) -> bool:
+        """Whether a call of a step, counted from 0, reduces gradients over data ranks; the others are under
+        ``no_sync()``."""
+        return self.batch is None or not self.batch.once or call % self.calls == self.calls - 1
 
     @property
     def samples_per_call(self) -> int | None:
@@ -497,6 +502,8 @@ def _check_plan(plan: Plan) -> None:
         calls = plan.data_size * plan.calls
         expected = f"a multiple of the {calls} calls of all data ranks in a step"
         check(plan.batch.samples % calls == 0, "batch.samples", plan.batch.samples, expected)
+        expected = "'each' with a pipeline, which reduces once for all microbatches of a call"
+        check(not (plan.batch.once and plan.pipeline), "batch.reduce", plan.batch.reduce, expected)
     expected = "a Precision, such as Precision('bfloat16', reduce='float32')"
     check(isinstance(plan.precision, Precision), "precision", plan.precision, expected)
     for annotated in plan.annotations:

@@ -13,7 +13,7 @@ from shardgraph.errors import FieldError, PlanError, nearest, shown
 from shardgraph.plans.activation_plan import Activations
 from shardgraph.plans.annotations.kinds import parse
 from shardgraph.plans.annotations.match import Annotated
-from shardgraph.plans.batch import Batch
+from shardgraph.plans.batch import REDUCED_IN, Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.orders import SCHEDULES
@@ -240,6 +240,7 @@ _PIPELINE = {
 _BATCH = {
     "samples": _Field(int, "a whole number from 1"),
     "calls": _Field(int, "a whole number from 1"),
+    "reduce": _Field(str, " or ".join(map(repr, REDUCED_IN))),
 }
 _PRECISION = {
     "parameters": _DTYPE,
@@ -287,7 +288,7 @@ _PLAN = {  # in the order in which they are written
     "loss_chunk": _Field(int, "the bytes of logits per chunk"),
     "experts": _Field(str, "the mesh axis that shards experts"),
     "pipeline": _Field(dict, "a mapping of ranks, schedule, microbatches and stages", _pipeline),
-    "batch": _Field(dict, "a mapping of the samples of a step, and the calls of a rank in it", _batch),
+    "batch": _Field(dict, "a mapping of a step's samples, the calls of a rank in it, and which of them reduce", _batch),
     "precision": _Field(dict, "a mapping of parameters, reduce, buffers and outputs to dtypes", _precision),
     "offload": _Field(dict, "a mapping of parameters, activations, disk and optimizer_state", _offload),
     "gradient_statistics": _BOOL,

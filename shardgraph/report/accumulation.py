@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from shardgraph.cost_models.device import Device
 from shardgraph.passes.analysis.liveness import MemoryProfile
@@ -48,3 +49,15 @@ def seconds_of_calls(device: Device, calls: int, nbytes: float, on_host: float =
     if on_host:
         seconds += (calls - 1) * 3 * on_host / device.linked_host.optimizer.per_second
     return seconds
+
+
+def holding_gradients(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows of a call that begins with the reduced gradients of those before, which the optimizer's rows have."""
+    kept = rows[-1].memory.get("gradients", 0)
+
+    def held(row: Row) -> Row:
+        if row.half == "optimizer" or not kept:
+            return row
+        return replace(row, memory={**row.memory, "gradients": row.memory.get("gradients", 0) + kept})
+
+    return tuple(map(held, rows))

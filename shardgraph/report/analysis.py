@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -19,6 +19,7 @@ from shardgraph.errors import ShardGraphError
 from shardgraph.passes.analysis.rows import Prices, Row, rows_of
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
+from shardgraph.report.accumulation import holding_gradients, seconds_of_calls
 from shardgraph.report.step import batch_of, program_halves, program_memory, timeline_of
 from shardgraph.report.tables import ModuleCosts, operation_table
 from shardgraph.report.transfers import Transfer, table_of, transfers_of
@@ -139,23 +140,31 @@ class StepCosts:
 class Analysis(StepCosts):
     """The predicted costs of a program on one rank of a cluster; see :func:`shardgraph.analyze`.
 
-    ``rows`` are its operations in execution order, the optimizer's update last. ``call`` is the analysed call; None if
+    ``rows`` are its operations in execution order, the optimizer's update last; of a plan with several calls in a step
+    those of the last one, which hold what the gradients of the others take. ``earlier`` is the analysis of each call
+    before it, if these do not reduce gradients; None if they are as the last. ``call`` is the analysed call; None if
     the program was compiled before.
     """
 
     rows: tuple[Row, ...]
     other_sizes: OtherSizes | None = field(default=None, repr=False, compare=False)
     call: Call | None = field(default=None, repr=False, compare=False)
+    earlier: Analysis | None = field(default=None, repr=False, compare=False)
 
     @property
     def flops(self) -> int:
         """FLOPs of one step on one rank."""
-        return sum(row.flops for row in self.rows)
+        return int(self._of_all_calls(lambda call: sum(row.flops for row in call.rows)))
+
+    def _of_all_calls(self, of: Callable[[Analysis], float]) -> float:
+        """What a step has ``of`` each of its calls."""
+        return of(self) + (self.plan.calls - 1) * of(self.earlier or self)
 
     @cached_property
     def peak(self) -> Row:
         """The first operation at which live memory on the device is at its peak."""
-        return max(self.rows, key=lambda row: row.live)
+        before = self.earlier.rows if self.earlier is not None else ()
+        return max((*self.rows, *before), key=lambda row: row.live)
 
     @property
     def peak_memory(self) -> int:
@@ -179,7 +188,12 @@ class Analysis(StepCosts):
 
     @cached_property
     def calls(self) -> float:
-        """Seconds in which the device waits for Python to call its next operation."""
+        """Seconds of a step in which the device waits for Python to call its next operation."""
+        return self._of_all_calls(lambda call: call._waits_for_python)
+
+    @cached_property
+    def _waits_for_python(self) -> float:
+        """The same of a call."""
         if not (call := self.cluster.device.call):
             return 0.0
         return timeline_of(self.rows, self.cluster, call).seconds - self.timeline.seconds
@@ -187,14 +201,28 @@ class Analysis(StepCosts):
     @cached_property
     def time(self) -> StepTime:
         """The seconds of the step, by kind of work; what the device waits for Python is computation."""
+
+        def of_all(of: Callable[[Row], bool]) -> float:
+            return self._of_all_calls(lambda call: sum(row.seconds for row in call.rows if of(row)))
+
         optimizer = sum(row.seconds for row in self.rows if row.kind == "optimizer")
-        communication = sum(row.seconds for row in self.rows if row.stream)
-        compute = sum(row.seconds for row in self.rows if not row.stream) - optimizer + self.calls
-        return StepTime(compute, optimizer, communication, max(0.0, self.timeline.exposed))
+        compute = of_all(lambda row: not row.stream and row.kind != "optimizer") + self.calls + self.additions
+        exposed = self._of_all_calls(lambda call: max(0.0, call.timeline.exposed))
+        return StepTime(compute, optimizer, of_all(lambda row: bool(row.stream)), exposed)
+
+    @property
+    def additions(self) -> float:
+        """Seconds of a step in which reduced gradients are added to those of the calls before, outside of ``rows``."""
+        calls, last = self.plan.calls, self.rows[-1]
+        if calls == 1 or self.earlier is not None:
+            return 0.0
+        on_device, on_host = (memory.get("gradients", 0) for memory in (last.memory, last.host))
+        return seconds_of_calls(self.cluster.device, calls, on_device, on_host)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The collectives, and the copies between host and device, in the order in which they are awaited."""
+        """The collectives, and the copies between host and device, in the order in which they are awaited; of the last
+        call of a step."""
         return tuple(transfers_of(self.rows, self.timeline))
 
     @checked(measured=_TIMES, limit=WHOLE)
@@ -216,7 +244,7 @@ class Analysis(StepCosts):
         return dict(Counter(row.operation for row in self.rows if not row.known))
 
     def symbolic(self) -> Any:
-        """The costs as sympy expressions in batch size, sequence length and mesh sizes; see
+        """The costs as sympy expressions in batch size, sequence length and mesh sizes, of one call; see
         :class:`shardgraph.search.symbolic.Symbolic`.
 
         Raises:
@@ -314,6 +342,7 @@ class Analysis(StepCosts):
         time = self.time
         lines = [
             f"plan {self.plan.name} on {self.cluster.name}, one rank of {self.plan.world_size}",
+            *([f"  {self.plan.division}"] if self.plan.batch else ()),
             f"  memory {format_bytes(self.peak_memory)} at {self.peak.node} ({self.peak.half}){self._excess}",
             "    " + _by_size(self.peak.memory),
             f"  step {format_seconds(time.total)}{self._between}: compute {format_seconds(time.compute)}, optimizer "
@@ -357,14 +386,23 @@ def analyze_program(
     Raises:
         ClusterError: the mesh does not fit the cluster, or the device has no rate for a dtype.
     """
-    plan = program.plan
+    plan, device = program.plan, cluster.device
     cluster.check_mesh(plan.mesh)
-    device = cluster.device
-    memory = program_memory(program, optimizer, granule=device.allocation, workspaces=device.is_cpu, gloo=device.is_cpu)
-    shards = trained_shards(program.context, program.trained)
-    rows = (
-        *rows_of(program_halves(program), memory, Prices(cluster, plan.mesh), fused),
-        *update_rows(shards, optimizer, device, memory, plan),
-    )
-    samples, tokens = (plan.data_size * count for count in batch_of(program))
-    return Analysis(plan, cluster, optimizer, samples, tokens, rows, other_sizes)
+    samples, tokens = (plan.data_size * plan.calls * count for count in batch_of(program))
+    once = plan.batch is not None and plan.batch.once and program.backward is not None
+
+    def analysed(backward: str, last: bool = True) -> Analysis:
+        halves, on_cpu = program_halves(program, backward), device.is_cpu
+        options: Any = {"granule": device.allocation, "workspaces": on_cpu, "gloo": on_cpu, "halves": halves}
+        memory = program_memory(program, optimizer, **options)
+        rows = [*rows_of(halves, memory, Prices(cluster, plan.mesh), fused)]
+        if last:
+            rows += update_rows(trained_shards(program.context, program.trained), optimizer, device, memory, plan)
+        return Analysis(plan, cluster, optimizer, samples, tokens, tuple(rows), other_sizes)
+
+    if not once:
+        analysis = analysed("backward")
+        return analysis if plan.calls == 1 else replace(analysis, rows=holding_gradients(analysis.rows))
+    before = analysed("adding" if plan.calls > 2 else "local", last=False)
+    of_call = replace(plan, batch=None)
+    return replace(analysed("accumulate"), earlier=replace(before, plan=of_call))

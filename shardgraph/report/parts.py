@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.timeline import COPIES
 from shardgraph.passes.analysis.rows import Row
-from shardgraph.report.accumulation import seconds_of_calls
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.report.step import timeline_of
@@ -51,43 +50,25 @@ class Parts:
 
 
 def parts_of(analysis: Analysis | PipelineAnalysis) -> Parts:
-    """The parts of an analysis' costs; it is of one of the plan's calls, with the update after them."""
-    calls, time = analysis.plan.calls, analysis.time
-    exposed, memory = _exposed(analysis), held_at_peak(analysis, calls)
+    """The parts of an analysis' costs."""
+    time, again = analysis.time, recomputed(analysis)
+    added = analysis.additions if isinstance(analysis, Analysis) else 0.0
     host = dict(analysis.host_peak.host) if isinstance(analysis, Analysis) else {}
-    again = recomputed(analysis)
-    each = {COMPUTATION: time.compute - again, RECOMPUTATION: again, **exposed, IDLE: time.bubble}
-    seconds = {kind: calls * value for kind, value in each.items() if value}
-    if calls > 1 and isinstance(analysis, Analysis):
-        seconds[ADDITION] = seconds_of_additions(analysis, calls)
-    return Parts(seconds | {UPDATE: time.optimizer}, memory, calls * analysis.samples, host)
+    seconds = {COMPUTATION: time.compute - again - added, RECOMPUTATION: again, ADDITION: added}
+    seconds |= _exposed(analysis) | {IDLE: time.bubble, UPDATE: time.optimizer}
+    kept = {kind: value for kind, value in seconds.items() if value or kind == UPDATE}
+    return Parts(kept, held_at_peak(analysis), analysis.samples, host)
 
 
-def seconds_of_additions(analysis: Analysis, calls: int) -> float:
-    """Seconds of a step in which all but the first of its ``calls`` add their gradients to those that are held."""
-    last = analysis.rows[-1]
-    on_device, on_host = (memory.get("gradients", 0) for memory in (last.memory, last.host))
-    return seconds_of_calls(analysis.cluster.device, calls, on_device, on_host)
-
-
-def held_at_peak(analysis: Analysis | PipelineAnalysis, calls: int) -> dict[str, int]:
-    """The bytes at the peak of a step by kind; all but the first of its ``calls`` begin with gradients to add to."""
-    if not isinstance(analysis, Analysis):
-        return analysis.at_peak(analysis.fullest)
-    kept = analysis.rows[-1].memory.get("gradients", 0) if calls > 1 else 0
-    if not kept:
+def held_at_peak(analysis: Analysis | PipelineAnalysis) -> dict[str, int]:
+    """The bytes at the peak of a step by kind."""
+    if isinstance(analysis, Analysis):
         return dict(analysis.peak.memory)
-
-    def held(row: Row) -> dict[str, int]:
-        if row.half == "optimizer":
-            return dict(row.memory)
-        return {**row.memory, "gradients": row.memory.get("gradients", 0) + kept}
-
-    return max(map(held, analysis.rows), key=lambda memory: sum(memory.values()))
+    return analysis.at_peak(analysis.fullest)
 
 
 def exposed_over(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
-    """The exposed seconds of a call by what they are spent on: an axis and where its ranks are, or copies."""
+    """The exposed seconds of a step by what they are spent on: an axis and where its ranks are, or copies."""
     cluster, mesh = analysis.cluster, analysis.plan.whole_mesh
 
     def where(kind: str) -> str:
@@ -100,9 +81,9 @@ def exposed_over(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
 
 
 def recomputed(analysis: Analysis | PipelineAnalysis) -> float:
-    """The seconds of a call in which backward computes again."""
+    """The seconds of a step in which backward computes again."""
     if isinstance(analysis, Analysis):
-        rows, times = analysis.rows, 1
+        rows, times = analysis.rows, analysis.plan.calls
     else:
         assert analysis.plan.pipeline is not None
         rows = tuple(row for stage in analysis.busiest for row in stage.rows)
@@ -115,8 +96,9 @@ def _exposed(analysis: Analysis | PipelineAnalysis) -> dict[str, float]:
     if not isinstance(analysis, Analysis):
         return _exposed_in_stages(analysis)
     waits: defaultdict[str, float] = defaultdict(float)
-    for transfer in analysis.transfers:
-        waits[_kind(transfer.stream)] += transfer.exposed
+    for calls, call in ((1, analysis), (analysis.plan.calls - 1, analysis.earlier or analysis)):
+        for transfer in call.transfers if calls else ():
+            waits[_kind(transfer.stream)] += calls * transfer.exposed
     return _together(waits, analysis.time.exposed)
 
 

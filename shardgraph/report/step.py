@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -13,6 +13,7 @@ from shardgraph.ir import Input, placeholders
 from shardgraph.passes.analysis.liveness import MemoryProfile, profile_step
 from shardgraph.passes.analysis.local import on_rank
 from shardgraph.passes.analysis.rows import Row
+from shardgraph.passes.parameters.accumulate_gradients import adding_to_earlier
 from shardgraph.passes.partition.drop_zero_tangents import absent_beside_a_scalar
 from shardgraph.passes.program import Program
 from shardgraph.report.update import trained_shards, update_memory
@@ -39,8 +40,10 @@ def timeline_of(rows: Sequence[Row], cluster: Cluster, call: float = 0.0) -> Tim
     return simulate(list(tasks_of(rows, cluster)), call, cluster.sync)
 
 
-def program_halves(program: Program, *, whole_step: bool = False) -> dict[str, fx.GraphModule]:
-    """The graphs of a step by name, in execution order; those of a ``whole_step`` update parameters in backward.
+def program_halves(program: Program, backward: str = "backward") -> dict[str, fx.GraphModule]:
+    """The graphs of a call by name, in execution order, with the ``backward`` of this name: ``"update"`` updates
+    parameters, ``"local"`` keeps gradients, ``"adding"`` adds them to those that are kept, ``"accumulate"`` adds them
+    and reduces.
 
     If a model returns a scalar, the loss is assumed to be that scalar; otherwise the loss is assumed to depend on
     every floating-point output.
@@ -48,8 +51,8 @@ def program_halves(program: Program, *, whole_step: bool = False) -> dict[str, f
     if program.backward is None:
         return {"forward": program.forward}
     absent = absent_beside_a_scalar(program.forward, program.backward)
-    backward = program.graph("update" if whole_step else "backward", absent)
-    return {"forward": program.forward, "backward": backward}
+    gm = program.graph("local" if backward == "adding" else backward, absent)
+    return {"forward": program.forward, "backward": adding_to_earlier(gm) if backward == "adding" else gm}
 
 
 def program_memory(
@@ -60,16 +63,15 @@ def program_memory(
     *,
     workspaces: bool = False,
     gloo: bool = True,
-    whole_step: bool = False,
+    halves: Mapping[str, fx.GraphModule] | None = None,
 ) -> MemoryProfile:
     """The memory of a training step on ``rank``, with the optimizer's; sizes round up to ``granule`` bytes.
 
-    It is that of a ``train_step`` and the optimizer's after it, or of a ``whole_step`` without clipping, which frees
-    gradients in backward.
+    It is that of ``halves``, by default those of :func:`program_halves`, and the optimizer's step after them.
     With ``workspaces``, what CPU kernels take for themselves is included. ``gloo``: the device is a CPU, whose tensors
     are communicated there.
     """
-    halves = program_halves(program, whole_step=whole_step)
+    halves = halves or program_halves(program)
     forward, backward = on_rank(halves["forward"], halves.get("backward"), program.context, rank)
     graphs = [forward] if backward is None else [forward, backward]
     shards = trained_shards(program.context, program.trained, rank)

@@ -141,8 +141,11 @@ class Differentiable(Executor):
         reached = (self.program.reached[role] for role, grad in tangents.items() if grad is not None)
         used = frozenset().union(state.unreduced, *reached) if self.optional else frozenset()
         left_out = self._left_out(used, reduces=not local)
-        reduces = "accumulate" if state.unreduced else "backward" if updater is None else "update"
-        bound = self.graph("local" if local else reduces, absent)
+        if local:
+            bound = self.adding("local", absent) if state.unreduced else self.graph("local", absent)
+        else:
+            reduces = "accumulate" if state.unreduced else "backward" if updater is None else "update"
+            bound = self.graph(reduces, absent)
         inputs = []
         for role, traced in bound.inputs:
             if isinstance(role, ir.Saved):

@@ -117,11 +117,11 @@ class Executor:
             self._bound[name, absent] = self._bind(gm, name)
         return self._bound[name, absent]
 
-    def adding(self, name: str) -> Bound:
-        """The bound graph ``name`` as a microbatch after the first runs it; see :func:`adding_to_earlier`."""
-        key = f"adding of {name}", frozenset[ir.Tangent]()
+    def adding(self, name: str, absent: frozenset[ir.Tangent] = frozenset()) -> Bound:
+        """The bound graph ``name`` as a call or microbatch after the first runs it; see :func:`adding_to_earlier`."""
+        key = f"adding of {name}", absent
         if key not in self._bound:
-            self._bound[key] = self._bind(adding_to_earlier(self.program.graph(name)), name)
+            self._bound[key] = self._bind(adding_to_earlier(self.program.graph(name, absent)), name)
         return self._bound[key]
 
     def _bind(self, gm: fx.GraphModule, name: str) -> Bound:

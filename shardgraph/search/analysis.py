@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,14 +30,20 @@ def folded(source: Source) -> Analysis | None:
         depths = source.depths_of(stack)
         for numbers in numbers_for(stack):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
-                first, second = (unfolded(each) for each in source.shallow(depths, numbers[1:]))
-                few = [first.rows, second.rows]
-                check_insertion(*few)
+                few = [unfolded(each) for each in source.shallow(depths, numbers[1:])]
+                check_insertion(few[0].rows, few[1].rows)
                 if not depths.repeats(source.call, source.plan, numbers[-1]):  # they were traced one by one
-                    few = [unfolded(source.at(depths, numbers[0], source.plan)).rows, *few]
-                rows = tuple(extend(few, numbers[-1] + 1 - len(few), stack.units))
-                return replace(first, plan=source.plan, rows=rows, other_sizes=SizesOf(source))
+                    few.insert(0, unfolded(source.at(depths, numbers[0], source.plan)))
+                whole = _extended(few, numbers[-1] + 1 - len(few), stack.units)
+                return replace(whole, plan=source.plan, other_sizes=SizesOf(source))
     return None
+
+
+def _extended(few: Sequence[Analysis], first: int, units: int) -> Analysis:
+    """The analysis of so many units of a stack, of those of ``first`` and more of them."""
+    whole = replace(few[0], rows=tuple(extend([each.rows for each in few], first, units)))
+    earlier = [each.earlier for each in few if each.earlier is not None]
+    return replace(whole, earlier=_extended(earlier, first, units)) if earlier else whole
 
 
 def analyze_pipeline_source(source: Source) -> PipelineAnalysis:

@@ -422,7 +422,7 @@ class Finals:
         try:
             if layout.stages > 1 and self._why_no_stages:
                 raise PlanError(self._why_no_stages)
-            asked = self._source_of(layout), self._plan(layout), self._budget, layout.accumulated
+            asked = self._source_of(layout), self._plan(layout), self._budget
             self._priced[layout] = price(*asked, whole=whole) if self._deep else cheapest(*asked)
         except (PlanError, CaptureError) as error:
             self._priced[layout] = None
@@ -500,7 +500,7 @@ class Finals:
         layout = next(layout for layout, priced in self._priced.items() if priced is best)
         if not self._deep:
             source = self._source_of(layout)
-            self._refined += in_other_buckets(source, best, self._budget, layout.accumulated, self._limit)
+            self._refined += in_other_buckets(source, best, self._budget, self._limit)
         elif (merged := self._merged(layout)) is not None and merged.per_sample < best.per_sample / _MATTERS:
             self._merge_others(layout, merged.per_sample)
 
@@ -519,7 +519,7 @@ class Finals:
         plan = self._plan(layout)
         size = bucket_bytes(plan, self._machine, self._question.parameter_bytes)
         merged = replace(plan, bucket=size)
-        if size == plan.bucket or (priced := self._refined_price(self._source_of(layout), merged, layout)) is None:
+        if size == plan.bucket or (priced := self._refined_price(self._source_of(layout), merged)) is None:
             return None
         self._in_buckets[layout] = priced
         return priced
@@ -528,25 +528,25 @@ class Finals:
         """Price the best plan with other choices for some of its parameters, if it waits for any."""
         if best.parts["exposed"] < _HIDDEN * best.seconds or best.plan.pipeline is not None:
             return
-        layout = next(layout for layout, priced in self._priced.items() if priced is best)
-        source, model = self._source_of(layout), self._question.model
+        source = self._source_of(next(layout for layout, priced in self._priced.items() if priced is best))
+        model = self._question.model
         best = min((best, *self._refined), key=lambda each: each.rank(self._budget))
         alone = not best.plan.bucket or not self._deep  # in buckets they are sent with all else
         if alone and (plan := with_vectors_replicated(best.plan, model)) is not None:
-            whole = self._refined_price(source, plan, layout, best.per_sample / _MATTERS)
+            whole = self._refined_price(source, plan, best.per_sample / _MATTERS)
             best = best if whole is None or whole.memory > self._budget else whole
         room = self._budget - best.memory
         for _ in range(_ADJUSTED if not self._deep else 0):  # of layers, it was one of the layouts
             if (plan := with_kept(best.plan, model, room)) is None or self._limit.over:
                 return
-            if (kept := self._refined_price(source, plan, layout)) is None or kept.memory <= self._budget:
+            if (kept := self._refined_price(source, plan)) is None or kept.memory <= self._budget:
                 return
             room -= kept.memory - self._budget
 
-    def _refined_price(self, source: Source, plan: Plan, layout: Layout, below: float = math.inf) -> Priced | None:
+    def _refined_price(self, source: Source, plan: Plan, below: float = math.inf) -> Priced | None:
         """The price of a plan that no layout stands for, if it has one and that is ``below`` seconds per sample."""
         with suppress(PlanError):
-            priced = price(source, plan, self._budget, layout.accumulated, whole=False)
+            priced = price(source, plan, self._budget, whole=False)
             if priced.per_sample < below:
                 self._refined.append(priced)
                 return priced

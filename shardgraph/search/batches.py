@@ -21,7 +21,8 @@ class Batches:
         """The layout with its microbatches, if there are as many samples as it needs.
 
         Microbatches have powers of two of samples, or all of a rank's. Without stages, several of them are calls one
-        after the other, whose gradients are added up.
+        after the other, whose gradients are added up: before they are reduced, which sends less, or after, which may
+        hold less.
         """
         samples, rest = (self.each, 0) if self.total is None else divmod(self.total, layout.data_ranks)
         if rest or not samples:
@@ -29,7 +30,12 @@ class Batches:
         sizes = {2**i for i in range(samples.bit_length()) if samples % 2**i == 0} | {samples}
         for size in sorted(sizes):
             if self._may_be(layout, samples // size):
-                yield replace(layout, batch=size, microbatches=samples // size)
+                divided = replace(layout, batch=size, microbatches=samples // size)
+                reduced = divided.accumulated > 1 and layout.data_ranks > 1
+                if not reduced or layout.data != "ddp":  # whose gradients are whole in any case
+                    yield divided
+                if reduced and not layout.offloads_parameters:  # with which gradients are in host memory
+                    yield replace(divided, once=True)
 
     def _may_be(self, layout: Layout, microbatches: int) -> bool:
         if layout.stages == 1:

@@ -141,6 +141,9 @@ class _Estimate:
         messages = self._messages(scale) if layout.stages > 1 else 0.0
         messages *= layout.microbatches + (layout.stages - 1) / layout.chunks
         total = layout.microbatches * seconds[slowest] + bubbles + messages + max(ends)
+        if layout.once:
+            before = sum(self._microbatch(ranks[slowest].whole, scale, reduces=False))
+            total -= (layout.microbatches - 1) * (seconds[slowest] - before)
         compute = max(sum(sum(part.seconds(scale)) for part in rank.own) for rank in ranks)
         memory = max(self._memory(rank, scale) for rank in ranks)
         return Estimate(total, memory, layout.microbatches * compute)
@@ -156,8 +159,9 @@ class _Estimate:
 
     # Seconds
 
-    def _microbatch(self, part: Part, scale: float) -> tuple[float, float]:
-        """Forward and backward of a microbatch, with the data ranks' communication that each microbatch has.
+    def _microbatch(self, part: Part, scale: float, reduces: bool = True) -> tuple[float, float]:
+        """Forward and backward of a microbatch, with the data ranks' communication that each microbatch has, if it
+        ``reduces`` its gradients.
 
         Parameters in host memory are copied to the device for each half, and their gradients to the host in backward.
         """
@@ -166,7 +170,7 @@ class _Estimate:
             microbatches, device = self.layout.microbatches, self.cluster.device
             added = accumulation_seconds(device, part.reduced, part.tensors, microbatches)
             backward += max(added, device.call * part.tensors) if microbatches > 1 else 0.0
-        if self._on_host:
+        if self.layout.offloads_parameters:
             copied = part.gathered / self.layout.shards / self.cluster.device.linked_host.link.bandwidth
             called = _LOADS * self.cluster.device.call * part.tensors
             forward = max(forward, copied, part.called + called)
@@ -178,10 +182,11 @@ class _Estimate:
         fsdp = self.layout.data == "fsdp"
         gathers = 0.0 if self._gathers_once else self._gather(part)
         again = gathers * (1 - self._kept / part.gathered) if fsdp and part.gathered else 0.0
-        reductions = 0.0 if staged else self._reduction(part)
+        reductions = self._reduction(part) if reduces and not staged else 0.0
         forward += self._copies(part, gathers)
         backward += self._copies(part, again) + self._copies(part, reductions)
-        first, last = (0.0, 0.0) if staged else (self._gather(self.costs.head), self._reduction(self.costs.head))
+        first = 0.0 if staged else self._gather(self.costs.head)
+        last = self._reduction(self.costs.head) if reductions else 0.0
         return self._beside(forward, gathers, first), self._beside(backward, again + reductions, last)
 
     def _cast_again(self, part: Part) -> float:
@@ -215,14 +220,16 @@ class _Estimate:
     def _once(self, whole: Part) -> float:
         """Seconds at the end of a step: the update, and in a pipeline what all microbatches have together."""
         cost, device = optimizer_cost(self.optimizer), self.cluster.device
-        rate = device.linked_host.optimizer if self._on_host else device.rate("optimizer")
+        on_host = self.layout.offloads_parameters
+        rate = device.linked_host.optimizer if on_host else device.rate("optimizer")
         assert rate is not None
-        nbytes, alone = whole.parameters / self.layout.shards, self._on_host or self.layout.ranks == 1
+        nbytes, alone = whole.parameters / self.layout.shards, on_host or self.layout.ranks == 1
         updates = whole.tensors if alone else min(whole.tensors, nbytes / UPDATED_TOGETHER + 1)
         update = cost.moved * nbytes / rate.per_second + rate.overhead * updates
         if self.layout.stages == 1:
-            on_device, on_host = (0.0, nbytes) if self._on_host else (nbytes, 0.0)
-            return update + seconds_of_calls(device, self.layout.microbatches, on_device, on_host)
+            added = whole.reduced if self.layout.once else nbytes
+            where = (0.0, added) if on_host else (added, 0.0)
+            return update + seconds_of_calls(device, self.layout.microbatches, *where)
         gathered = self._gather(whole) + whole.cast / self.layout.shards if self._gathers_once else 0.0
         return update + self._reduction(whole) + gathered
 
@@ -231,7 +238,8 @@ class _Estimate:
         if (group := self._group(axis)) is None:
             return 0.0
         count = part.tensors
-        if not self._on_host or operation != "all_gather_into_tensor":  # each of those waits for its copy
+        waits = self.layout.offloads_parameters and operation == "all_gather_into_tensor"  # each for its copy
+        if not waits:
             alone, of_bytes = self._alone
             buckets = math.ceil(nbytes * (1 - of_bytes) / self._bucket) + 1
             count = count * alone + min(count * (1 - alone), buckets)
@@ -302,11 +310,6 @@ class _Estimate:
         return seconds + self._collective("all_reduce", part.reduced / self.layout.shard, part, "dp_replicate")
 
     @property
-    def _on_host(self) -> bool:
-        """Whether parameters are in host memory, with their gradients and the optimizer's state."""
-        return self.layout.offload in ("parameters", "all")
-
-    @property
     def _sharding(self) -> str:
         return "dp_shard" if self.layout.replicate > 1 else "dp"
 
@@ -337,12 +340,12 @@ class _Estimate:
         lasting = stored * (1 + cost.states) + beside
         working = self.costs.working if rank.loss else min(self.costs.working, self.costs.layer.saved)
         saved = (self._saved(rank.first, rank.own) + working) * scale
-        if self._on_host:
+        if self.layout.offloads_parameters:
             return (beside if sharded > 1 else largest) + saved
         if layout.stages > 1:  # gradients are whole until the last microbatch has been added to them
             return lasting + saved + weights
-        held = stored if layout.microbatches > 1 else 0.0  # of the calls before, to which this one's are added
-        gradients = held + stored + (largest if sharded > 1 else 0.0)
+        held = whole.reduced if layout.once else stored if layout.microbatches > 1 else 0.0  # of the calls before
+        gradients = held + (0.0 if layout.once else stored) + (largest if sharded > 1 else 0.0)
         at_once = layout.ranks == 1 and not self.cluster.device.is_cpu
         temporaries = cost.at_once * weights if at_once else cost.temporaries * outside / sharded
         return lasting + max(saved + held, gradients, stored + temporaries)

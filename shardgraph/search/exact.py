@@ -12,7 +12,7 @@ from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import shallow
-from shardgraph.report.parts import exposed_over, held_at_peak, recomputed, seconds_of_additions
+from shardgraph.report.parts import exposed_over, held_at_peak, recomputed
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes, largest_bucket
@@ -59,8 +59,7 @@ class Priced:
 
     def of_batch(self, samples: int) -> Priced:
         """The same with a plan that says how a step of so many samples is divided."""
-        calls = 1 if self.plan.pipeline else self.microbatches
-        return replace(self, plan=replace(self.plan, batch=Batch(samples, calls)))
+        return replace(self, plan=replace(self.plan, batch=self.plan.batch or Batch(samples)))
 
     def candidate(self, budget: int, full: bool) -> Candidate:
         """Its line in the plan that is chosen, with the whole plan if ``full``."""
@@ -91,8 +90,8 @@ def analysed(source: Source, plan: Plan, budget: int) -> Analysis | PipelineAnal
     return analysis
 
 
-def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whole: bool = True) -> Priced:
-    """The price of ``plan`` for the call of ``source``; a step has ``accumulated`` calls on each rank.
+def price(source: Source, plan: Plan, budget: int, *, whole: bool = True) -> Priced:
+    """The price of ``plan`` for the call of ``source``, of which a step has as many on each rank as the plan says.
 
     If the plan's recomputation is ``"budget"``, it is the fastest whose peak is within ``budget`` bytes, else the one
     with the smallest peak. Without ``whole``, deep models that cannot be analysed from a few of their layers are not.
@@ -104,16 +103,12 @@ def price(source: Source, plan: Plan, budget: int, accumulated: int = 1, *, whol
     if isinstance(analysis, Analysis):
         _check_host(analysis)
     parts = {kind: getattr(analysis.time, kind) for kind in ("compute", "optimizer", "exposed", "bubble")}
+    seconds = sum(parts.values())
     parts["calls"] = analysis.calls if isinstance(analysis, Analysis) else 0.0
     parts["again"] = recomputed(analysis)
-    parts = {kind: value if kind == "optimizer" else accumulated * value for kind, value in parts.items()}
-    if isinstance(analysis, Analysis):
-        parts["compute"] += seconds_of_additions(analysis, accumulated)
-    seconds = sum(parts[kind] for kind in ("compute", "optimizer", "exposed", "bubble"))
-    microbatches = plan.pipeline.parts if plan.pipeline else accumulated
-    live, samples = held_at_peak(analysis, accumulated), accumulated * analysis.samples
-    over = {what: accumulated * value for what, value in exposed_over(analysis).items()}
-    return Priced(plan, sum(live.values()), seconds, parts, samples, microbatches, live, over, gap)
+    microbatches = plan.pipeline.parts if plan.pipeline else plan.calls
+    live, over = held_at_peak(analysis), exposed_over(analysis)
+    return Priced(plan, sum(live.values()), seconds, parts, analysis.samples, microbatches, live, over, gap)
 
 
 def _check_host(analysis: Analysis) -> None:
@@ -124,24 +119,22 @@ def _check_host(analysis: Analysis) -> None:
         )
 
 
-def cheapest(source: Source, plan: Plan, budget: int, accumulated: int = 1) -> Priced:
+def cheapest(source: Source, plan: Plan, budget: int) -> Priced:
     """The best price of ``plan`` with collectives in buckets as the cluster asks for, or without buckets.
 
     Arguments and errors are those of :func:`price`.
     """
-    alone = price(source, replace(plan, bucket=0), budget, accumulated)
+    alone = price(source, replace(plan, bucket=0), budget)
     if not (size := bucket_bytes(plan, source.question.machine, source.question.parameter_bytes)):
         return alone
     if alone.plan.recompute == "none":
-        merged = price(source, replace(alone.plan, bucket=size), budget, accumulated)
+        merged = price(source, replace(alone.plan, bucket=size), budget)
     else:  # buckets change what has to be recomputed
-        merged = price(source, replace(plan, bucket=size), budget, accumulated)
+        merged = price(source, replace(plan, bucket=size), budget)
     return min(alone, merged, key=lambda each: each.rank(budget))
 
 
-def in_other_buckets(
-    source: Source, best: Priced, budget: int, accumulated: int = 1, limit: Limit = UNLIMITED
-) -> Iterator[Priced]:
+def in_other_buckets(source: Source, best: Priced, budget: int, limit: Limit = UNLIMITED) -> Iterator[Priced]:
     """Prices of a plan in larger buckets and, if none is better, in smaller ones, as long as they become better."""
     total, machine = source.question.parameter_bytes, source.question.machine
     start, fastest = best.plan.bucket or bucket_bytes(best.plan, machine, total), best
@@ -149,7 +142,7 @@ def in_other_buckets(
         size = int(start * factor)
         while 0 < size < 2 * total and size <= largest_bucket(machine) and not limit.over:
             try:
-                other = price(source, replace(best.plan, bucket=size), budget, accumulated)
+                other = price(source, replace(best.plan, bucket=size), budget)
             except PlanError:
                 return
             if other.rank(budget) >= fastest.rank(budget):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardgraph.capture.capture import own_loss
 from shardgraph.errors import ShardGraphError
+from shardgraph.plans.batch import Batch
 from shardgraph.plans.offload_plan import NOTHING
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis
@@ -21,17 +22,17 @@ from shardgraph.sizes import format_bytes
 def advice(source: Source, smallest: Priced, budget: int, larger: Priced | None = None) -> str:
     """Lines about the plan that takes least of all: what is live at its peak, and what would bring it within ``budget``
     bytes, the fastest first. ``larger`` is a plan that fits, for more devices."""
-    source, plan, calls = _of_calls(source, smallest.plan), replace(smallest.plan, batch=None), smallest.plan.calls
-    changes = [*_options(source, plan, calls), *_smaller_batches(source, plan, calls)]
+    source, plan = _of_calls(source, smallest.plan), smallest.plan
+    changes = [*_options(source, plan), *_smaller_batches(source, plan)]
     ways = []
     if larger is None:
-        changes += _twice_the_devices(source, plan, calls)
+        changes += _twice_the_devices(source, plan)
     else:
         what = f"{larger.plan.world_size} devices, as {described(larger.plan)}"
         ways.append(Way(what, larger.memory, larger.per_sample))
-    for what, of, changed, accumulated in changes:
+    for what, of, changed in changes:
         with suppress(ShardGraphError):
-            priced = price(of, changed, budget, accumulated)
+            priced = price(of, changed, budget)
             ways.append(Way(what, priced.memory, priced.per_sample))
     ways = [way for way in ways if way.memory < smallest.memory]
     lines = *_at_peak(source, plan, smallest, budget), *lines_of(ways, budget, "per sample")
@@ -55,28 +56,28 @@ def described(plan: Plan) -> str:
     return f"{plan.name!r} on {dict(plan.whole_mesh)}{offloaded}"
 
 
-_Change = tuple[str, Source, Plan, int]  # in words, and what is priced: a plan for calls of a source, so many in a step
+_Change = tuple[str, Source, Plan]  # in words, and what is priced: a plan for calls of a source
 
 
-def _options(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
+def _options(source: Source, plan: Plan) -> Iterator[_Change]:
     """More that is recomputed, and what the plan leaves open."""
     if isinstance(plan.recompute, str) and plan.recompute not in ("full", "budget"):
-        yield "recompute='full'", source, replace(plan, recompute="full"), calls
+        yield "recompute='full'", source, replace(plan, recompute="full")
     for what, changed in options_left(plan, source.graph(plan)):
         if changed.offload == plan.offload or source.question.machine.device.host is not None:
-            yield what, source, replace(changed, activations=None), calls
+            yield what, source, replace(changed, activations=None)
 
 
-def _smaller_batches(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
+def _smaller_batches(source: Source, plan: Plan) -> Iterator[_Change]:
     """Twice as many calls of half as many samples."""
-    call = source.call
+    call, calls = source.call, 2 * plan.calls
     if plan.pipeline is None and call.batch > 1 and call.batch % 2 == 0:
-        number = "two" if calls == 1 else f"{2 * calls}"
-        what = f"batches of {call.batch // 2}, {number} of them accumulated"
-        yield what, source.resized(call.batch // 2, call.sequence), plan, 2 * calls
+        batch = replace(_batch(source, plan), calls=calls)
+        what = f"batches of {call.batch // 2}, {'two' if calls == 2 else calls} of them accumulated"
+        yield what, source.resized(call.batch // 2, call.sequence), replace(plan, batch=batch)
 
 
-def _twice_the_devices(source: Source, plan: Plan, calls: int) -> Iterator[_Change]:
+def _twice_the_devices(source: Source, plan: Plan) -> Iterator[_Change]:
     """The same plan with twice as many ranks along its last axis of data."""
     machine = source.question.machine
     if plan.pipeline is not None or plan.data_size == 1 or machine.inter is None:
@@ -84,8 +85,13 @@ def _twice_the_devices(source: Source, plan: Plan, calls: int) -> Iterator[_Chan
     axis, _ = plan.data_mesh[-1]
     mesh = tuple((name, 2 * ranks if name == axis else ranks) for name, ranks in plan.mesh)
     twice = replace(source.question, cluster=replace(machine, nodes=2 * machine.nodes))
-    changed = replace(plan, mesh=mesh, activations=None)
-    yield f"{2 * plan.world_size} devices", replace(source, question=twice), changed, calls
+    batch = _batch(source, plan)
+    changed = replace(plan, mesh=mesh, batch=replace(batch, samples=2 * batch.samples), activations=None)
+    yield f"{2 * plan.world_size} devices", replace(source, question=twice), changed
+
+
+def _batch(source: Source, plan: Plan) -> Batch:
+    return plan.batch or Batch(max(1, source.call.batch) * plan.data_size)
 
 
 def _of_calls(source: Source, plan: Plan) -> Source:

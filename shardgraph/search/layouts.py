@@ -8,6 +8,7 @@ from typing import Any
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.mesh import Mesh
+from shardgraph.plans.batch import Batch
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
@@ -30,7 +31,8 @@ class Layout:
     they would wait; ``replicate`` times ``shard`` data ranks, over the latter of which ``data`` shards; ``tp`` ranks
     share a batch, and shard activations between divided products along the sequence, or hold them whole, with
     ``whole_activations``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches
-    of their own, and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step.
+    of their own, and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step;
+    without stages it may add up their gradients ``once``, before they are reduced.
     Of the model's equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, the
     parameters of the last ``kept`` stay gathered for backward where ``data`` gathers them again, and what ``away`` of
     them save, as far from each other as can be, is in host memory until backward needs it. Scores of a
@@ -51,6 +53,7 @@ class Layout:
     offload: str = ""
     batch: int = 1
     microbatches: int = 1
+    once: bool = False
     full: int = 0
     kept: int = 0
     away: int = 0
@@ -83,6 +86,11 @@ class Layout:
         return self.offload in ("activations", "all")
 
     @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameters are in host memory, with their gradients and the optimizer's state."""
+        return self.offload in ("parameters", "all")
+
+    @property
     def dividing(self) -> Mesh:
         """The axes along which the model is divided, apart from stages and what is stored, outermost first.
 
@@ -107,7 +115,8 @@ class Layout:
 
     def in_calls_of(self, batch: int) -> Layout:
         """The layout with as many samples in calls of ``batch``."""
-        return replace(self, batch=batch, microbatches=self.microbatches * self.batch // batch)
+        calls = self.microbatches * self.batch // batch
+        return replace(self, batch=batch, microbatches=calls, once=self.once and calls > 1)
 
     @property
     def mixed(self) -> bool:
@@ -175,6 +184,8 @@ class Layout:
             pipeline = Pipeline(self.microbatches, self.schedule, balance=balance, ranks=self.stages)
         plan = replace(preset(self.name, self.mesh, pipeline), recompute=self.recompute)
         plan = replace(plan, loss_chunk=self.chunked) if self.chunked else plan
+        if (calls := self.accumulated) > 1:
+            plan = replace(plan, batch=Batch(self.samples, calls, "last" if self.once else "each"))
         return replace(plan, offload=Offload.of(self.offload)) if self.offload else plan
 
 

@@ -29,7 +29,8 @@ from shardgraph.sizes import format_bytes
 
 @dataclass(frozen=True)
 class Symbolic:
-    """The costs of one rank's step as sympy expressions in :attr:`batch`, :attr:`sequence` and :attr:`mesh`.
+    """The costs of one rank's step as sympy expressions in :attr:`batch`, :attr:`sequence` and :attr:`mesh`; of a plan
+    with several calls in a step, those of one call that reduces its gradients and finds none to add to.
 
     Exact for every batch size and sequence length at which the model runs the same operations (a batch of 1 often
     runs others), in the order that the present sizes are scheduled in, except for the allocator's rounding of each

@@ -1,0 +1,122 @@
+"""Steps of several calls, whose gradients are reduced in each call or, for all of them, in the last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import shardgraph
+from shardgraph import PlanError
+from shardgraph.plans.batch import Batch
+from shardgraph.plans.pipeline_plan import Pipeline
+from shardgraph.report.parts import ADDITION, parts_of
+from tests import accumulations
+from tests.machines import toy_cluster
+from tests.standing import on_ranks
+from tests.test_analysis import llama, text
+
+X = torch.zeros(16, 64, device="meta")
+
+
+def analysed(name: str, reduce: str, calls: int = 4) -> shardgraph.Analysis:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    plan = replace(shardgraph.preset(name, {"dp": 4}), batch=Batch(64 * calls, calls, reduce))
+    return shardgraph.analyze(model, (X,), plan, cluster=toy_cluster(1, 4))
+
+
+@pytest.mark.quick("zero2-last")
+@pytest.mark.parametrize("reduce", ["each", "last"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "fsdp"])
+def test_three_steps_are_those_of_one_device(name, reduce):
+    for found, expected in on_ranks(accumulations.losses, 2, args=(name, reduce)):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.quick("fsdp-last")
+@pytest.mark.parametrize("reduce", ["each", "last"])
+@pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp"])
+def test_the_predicted_peak_of_a_step_is_the_measured_one(name, reduce):
+    for predicted, measured in on_ranks(accumulations.peaks, 2, args=(name, reduce)):
+        assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def test_reductions_of_the_last_call_are_those_of_one():
+    sent = {reduce: analysed("ddp", reduce).time.communication for reduce in ("each", "last")}
+    assert sent["last"] == pytest.approx(analysed("ddp", "each", calls=1).time.communication)
+    assert sent["each"] == pytest.approx(4 * sent["last"])
+
+
+def test_parameters_are_gathered_in_each_call():
+    once, each = (analysed("fsdp", reduce).time.communication for reduce in ("last", "each"))
+    one = analysed("fsdp", "each", calls=1)
+    reductions = sum(row.seconds for row in one.rows if row.operation.startswith("reduce_scatter"))
+    assert each == pytest.approx(4 * one.time.communication) and reductions > 0
+    assert once == pytest.approx(each - 3 * reductions)
+
+
+def test_between_calls_whole_gradients_are_held_that_are_not_reduced():
+    whole = sum(p.nbytes for p in nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).parameters())
+    for name, shards in (("ddp", 1), ("zero2", 4)):
+        first = {reduce: analysed(name, reduce).rows[0].memory.get("gradients", 0) for reduce in ("each", "last")}
+        assert first == {"each": whole / shards, "last": whole}
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_a_step_adds_up_to_its_parts(reduce):
+    analysis = analysed("fsdp", reduce)
+    parts = parts_of(analysis)
+    assert parts.step == pytest.approx(analysis.time.total) and parts.peak == analysis.peak_memory
+    assert parts.samples == analysis.samples == 256
+    assert parts.seconds["exposed over dp"] == pytest.approx(analysis.time.exposed)
+    assert (ADDITION in parts.seconds) == (reduce == "each")  # else additions are rows
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_a_deep_model_is_analysed_from_a_few_of_its_layers(reduce):
+    plan = replace(shardgraph.preset("fsdp", {"dp": 4}), batch=Batch(64, 4, reduce))
+    few, whole = (
+        shardgraph.analyze(llama(9), plan=plan, example_kwargs=text(4), cluster=toy_cluster(1, 4), fold=fold)
+        for fold in (True, False)
+    )
+    assert few.rows == whole.rows and few.time == whole.time
+    assert few.earlier == whole.earlier and (few.earlier is None) == (reduce == "each")
+
+
+def test_an_analysis_is_of_the_whole_step():
+    one, four = analysed("ddp", "each", calls=1), analysed("ddp", "each")
+    assert four.flops == 4 * one.flops and four.samples == 4 * one.samples
+    assert four.time.optimizer == one.time.optimizer and four.peak_memory > one.peak_memory
+    assert "4 data ranks x 4 calls, whose gradients are added up, x 16 samples" in str(four)
+
+
+def test_a_plan_says_which_calls_reduce():
+    plan = replace(shardgraph.preset("ddp", {"dp": 4}), batch=Batch(64, 4, "last"))
+    assert [plan.reduces(call) for call in range(8)] == 2 * [False, False, False, True]
+    assert shardgraph.Plan.from_yaml(plan.to_yaml()) == plan
+    assert "4 calls, whose gradients are added up and reduced in the last, x 4 samples" in str(plan)
+    for batch in (None, Batch(64, 4), Batch(4, 1, "last")):
+        assert all(replace(plan, batch=batch).reduces(call) for call in range(4))
+
+
+def test_what_cannot_be_reduced_so_is_told():
+    with pytest.raises(PlanError, match=r"batch\.reduce is 'first'; it may be 'each' or 'last'"):
+        Batch(64, 4, "first")
+    staged = shardgraph.preset("pp+fsdp", {"pp": 2, "dp": 2}, Pipeline(4))
+    with pytest.raises(PlanError, match=r"batch\.reduce is 'last'; it may be 'each' with a pipeline"):
+        replace(staged, batch=Batch(64, 4, "last"))
+
+
+def test_a_search_reduces_once_where_links_are_slow():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    x = torch.zeros(1024, 256, device="meta")
+    asked = {"cluster": toy_cluster(2, 1), "global_batch": 1 << 14, "mesh": {"dp": 2}}
+    room = shardgraph.plan(model, (x,), **asked)
+    plan = shardgraph.plan(model, (x,), **asked, memory=room.considered[0].memory // 2)
+    assert room.calls == 1 < plan.calls and plan.batch.reduce == "last"
+    found = {each.plan.batch.reduce for each in plan.considered if each.plan is not None and each.plan.calls > 1}
+    assert found == {"each", "last"}
