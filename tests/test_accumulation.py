@@ -120,3 +120,14 @@ def test_a_search_reduces_once_where_links_are_slow():
     assert room.calls == 1 < plan.calls and plan.batch.reduce == "last"
     found = {each.plan.batch.reduce for each in plan.considered if each.plan is not None and each.plan.calls > 1}
     assert found == {"each", "last"}
+    assert f"dp=2, {plan.calls} microbatches reduced once" in plan.explain()
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_what_is_recomputed_leaves_room_for_what_is_held_between_calls(reduce):
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))), torch.zeros(512, 64)
+    plan = replace(shardgraph.preset("ddp", {"dp": 2}), batch=Batch(4096, 4, reduce))
+    asked = {"cluster": toy_cluster(1, 2)}
+    room = int(0.8 * shardgraph.analyze(model, (x,), plan, **asked).peak_memory)
+    assert shardgraph.analyze(model, (x,), plan, **asked, memory=room).peak_memory <= room

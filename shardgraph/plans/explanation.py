@@ -91,8 +91,10 @@ def _division(candidate: Candidate, best: Candidate) -> str:
 
 
 def _ways(plan: Any) -> str:
-    """The schedule of a plan's stages, whether its loss is in chunks, and what it keeps in host memory."""
-    schedule = f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
+    """Whether a plan reduces once in several calls, the schedule of its stages, whether its loss is in chunks, and what
+    it keeps in host memory."""
+    schedule = " reduced once" if plan.batch is not None and plan.batch.once else ""
+    schedule += f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
     schedule += ", loss in chunks" if plan.loss_chunk is not None else ""
     some = any(isinstance(annotation, offload) for _, annotation in plan.annotations)
     away = str(plan.offload) if plan.offload != NOTHING else "what some layers save" if some else ""

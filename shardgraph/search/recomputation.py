@@ -129,9 +129,8 @@ class Recomputations:
     def peak(self, choice: Choice) -> int:
         """The peak of live bytes in a step of a candidate's program."""
         if choice not in self._peaks:
-            self._peaks[choice] = (
-                self._memory(choice).peak_bytes if self.plan.pipeline is None else self._analysis(choice).peak_memory
-            )
+            alone = self.plan.pipeline is None and self.plan.calls == 1
+            self._peaks[choice] = self._memory(choice).peak_bytes if alone else self._analysis(choice).peak_memory
         return self._peaks[choice]
 
     def seconds(self, choice: Choice) -> float:
