@@ -80,8 +80,8 @@ WITHOUT = {
         "`tests/test_scaled_products.py` compares training with plain torch"
     ),
     "add-accumulated": (
-        "derived under no_sync, which verify does not run; prove does not pass its faults "
-        "(`tests/test_proof_derived.py`), and tests of no_sync compare with one process"
+        "derived for calls that are added up, which the judge of this page does not make; verify finds a fault of "
+        "plans that do (`tests/test_accumulation.py`), and prove of all (`tests/test_proof_derived.py`)"
     ),
     "update-parameters": (
         "derived for sharded.step, which verify does not run; prove does not pass its faults, and tests compare it "

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import shardgraph
-from shardgraph import PlanError
+from shardgraph import PlanError, ir
+from shardgraph.passes.base import Context
+from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.report.parts import ADDITION, parts_of
@@ -17,6 +19,7 @@ from tests import accumulations
 from tests.machines import toy_cluster
 from tests.standing import on_ranks
 from tests.test_analysis import llama, text
+from tests.zoo import make
 
 X = torch.zeros(16, 64, device="meta")
 
@@ -131,3 +134,38 @@ def test_what_is_recomputed_leaves_room_for_what_is_held_between_calls(reduce):
     asked = {"cluster": toy_cluster(1, 2)}
     room = int(0.8 * shardgraph.analyze(model, (x,), plan, **asked).peak_memory)
     assert shardgraph.analyze(model, (x,), plan, **asked, memory=room).peak_memory <= room
+
+
+# -- verify ------------------------------------------------------------------------------------------------
+
+
+def accumulated(name: str, reduce: str) -> shardgraph.Report:
+    model, (args, kwargs) = make(name, 12)
+    plan = replace(shardgraph.preset("fsdp", {"dp": 2}), batch=Batch(64, 4, reduce))
+    return shardgraph.verify(model, args, plan, example_kwargs=kwargs, steps=2)
+
+
+@pytest.mark.quick("each-conv-batch-norm", "last-odd-mlp")
+@pytest.mark.parametrize("name", ["odd-mlp", "conv-batch-norm", "tied-transformer", "llama"])
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_verify_makes_the_calls_of_a_step(name, reduce):
+    report = accumulated(name, reduce)
+    assert report.ok, report
+    calls = f"a batch of 12 cut among the ranks, in 3 calls of each{' reduced in the last' * (reduce == 'last')}"
+    assert report.batch == calls and any(compared.endswith("call 2") for compared in report.errors)
+
+
+def test_verify_sees_that_earlier_gradients_are_not_added(monkeypatch):
+    run = AddAccumulated.run
+
+    def forgets(self: AddAccumulated, gm: fx.GraphModule, context: Context) -> None:
+        run(self, gm, context)
+        for role, node in ir.placeholders(gm).items():
+            if isinstance(role, ir.Accumulated):
+                (total,) = node.users
+                total.replace_input_with(node, total.args[0])
+
+    monkeypatch.setattr(AddAccumulated, "run", forgets)
+    report = accumulated("odd-mlp", "last")
+    assert not report.ok and report.worst[0].startswith("gradient of"), report
+    assert accumulated("odd-mlp", "each").ok

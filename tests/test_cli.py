@@ -509,6 +509,13 @@ def test_verify_compares_a_program_with_its_model() -> None:
     assert report["ok"] and report["batch"] == "a batch of 2 cut among the ranks"
 
 
+def test_analyze_and_verify_search_for_a_global_batch() -> None:
+    options = ["--plan", "auto", "--mesh", "dp=2", "--global-batch", "32"]
+    assert answer("analyze", f"{HERE}:mlp", *options, "--cluster", "H100")["samples"] == 32
+    report = answer("verify", f"{HERE}:mlp", *options)
+    assert report["ok"] and report["plan"] != "auto"
+
+
 def test_verify_ends_with_1_if_they_are_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     done = shardgraph.verify(*mlp(), "fsdp")
     monkeypatch.setattr("shardgraph.api.verify.Report.ok", property(lambda _: False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -100,6 +101,35 @@ def test_a_total_is_searched_as_plan_searches_it(mesh):
     assert choose_plan(source, own_batches=False).to_yaml() == expected.to_yaml()
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, pytest.param({"pp": 4}, marks=pytest.mark.slow)], ids=str)
+def test_analyze_says_what_the_step_of_the_plan_takes_that_plan_finds(mesh):
+    asked: Any = {"example_kwargs": {"target": X}, "loss_fn": nn.functional.mse_loss, "cluster": toy_cluster(1, 4)}
+    found = shardgraph.plan(net(), (X,), **asked, mesh=mesh, global_batch=16)
+    analysis = shardgraph.analyze(net(), (X,), "auto", **asked, mesh=mesh, global_batch=16)
+    assert analysis.plan.batch == found.batch and analysis.plan.whole_mesh == found.whole_mesh
+    assert analysis.samples == 16 and analysis.call.batch == found.samples_per_call
+    assert analysis.time.total == pytest.approx(found.considered[0].seconds)
+    assert analysis.peak_memory == found.considered[0].memory
+
+
+@pytest.mark.parametrize(
+    ("mesh", "memory", "said"),
+    [
+        ({"dp": 2}, SCARCE, "in 3 calls of each"),
+        ({"tp": 2}, ROOM, "every rank on the whole batch|cut among the ranks"),
+        pytest.param({"pp": 2}, ROOM, "the original on undivided batches", marks=pytest.mark.slow),
+    ],
+)
+def test_verify_compares_the_plan_that_is_found_for_the_batch(mesh, memory, said):
+    cluster = toy_cluster(1, 4, memory=memory)
+    asked: Any = {"mesh": mesh, "cluster": cluster, "global_batch": global_batches.SAMPLES, "steps": 2}
+    report = shardgraph.verify(
+        net(), (torch.randn(12, 32, 8),), "auto", **asked, loss_fn=lambda out: out.square().mean()
+    )
+    assert report.ok and re.search(said, report.batch), report
+    assert report.plan.batch.samples == global_batches.SAMPLES and report.plan.whole_mesh == tuple(mesh.items())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -114,6 +144,15 @@ def test_what_it_is_not_for_is_told(options, message):
     given: dict[str, Any] = {"model": net(), "plan": "auto", "example_inputs": (X,), "global_batch": 8} | options
     with pytest.raises(ShardGraphError, match=message):
         shardgraph.compile(**given)
+
+
+@pytest.mark.parametrize("function", [shardgraph.analyze, shardgraph.verify], ids=["analyze", "verify"])
+@pytest.mark.parametrize("options", [{"plan": "fsdp", "global_batch": 8}, {"plan": "auto", "global_batch": 0}], ids=str)
+def test_it_is_for_the_plan_that_is_searched(function, options):
+    with pytest.raises(
+        ShardGraphError, match=r"global_batch is \d; it may be (a whole number from 1|for .*plan='auto')"
+    ):
+        function(net(), (X,), **options)
 
 
 def test_a_model_that_mixes_rows_of_its_batch_is_given_no_stages():

@@ -230,7 +230,7 @@ def test_a_global_batch_is_the_batch_of_every_candidate():
     ("batches", "layout", "sizes"),
     [
         pytest.param(Batches(6), Layout(shard=4), [(6, 1)], id="a call is one batch"),
-        pytest.param(Batches(1, 32), Layout(shard=8), [(1, 4), (2, 2), (4, 1)], id="or several, accumulated"),
+        pytest.param(Batches(1, 16), Layout(), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)], id="or several, accumulated"),
         pytest.param(Batches(8), Layout(stages=4), [(1, 8), (2, 4)], id="stages take at least as many microbatches"),
         pytest.param(Batches(8), Layout(stages=4, chunks=2), [(1, 8), (2, 4)], id="chunks take rounds of them"),
         pytest.param(Batches(1, 12), Layout(shard=8), [], id="ranks have equal parts"),
@@ -238,6 +238,19 @@ def test_a_global_batch_is_the_batch_of_every_candidate():
 )
 def test_microbatches(batches, layout, sizes):
     assert [(each.batch, each.microbatches) for each in batches.of(layout)] == sizes
+    assert not any(each.once for each in batches.of(layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "once"),
+    [
+        pytest.param(Layout(shard=8), [(2, False), (2, True), (4, False)], id="in each call or once"),
+        pytest.param(Layout(shard=8, data="ddp"), [(2, True), (4, False)], id="once where they are whole in any case"),
+        pytest.param(Layout(shard=8, offload="all"), [(2, False), (4, False)], id="in each call on the host"),
+    ],
+)
+def test_gradients_of_accumulated_calls_are_reduced(layout, once):
+    assert [(each.batch, each.once) for each in Batches(1, 32).of(layout) if each.batch > 1] == once
 
 
 def test_some_stages_have_equally_many_layers_where_a_number_of_them_does():

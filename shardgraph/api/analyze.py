@@ -16,12 +16,13 @@ from shardgraph.arguments import checked
 from shardgraph.calibration import this_machine
 from shardgraph.capture.captures import Captures
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import ShardGraphError
+from shardgraph.errors import ShardGraphError, expect
 from shardgraph.plans.dtype_support import check_described
 from shardgraph.plans.offload_plan import Offload
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
+from shardgraph.proof.microbatches import check_cut
 from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.search.analysis import analyze_pipeline_source, analyze_source
@@ -42,6 +43,7 @@ def analyze(
     mesh: Mapping[str, int] | None = None,
     pipeline: Pipeline | None = None,
     precision: str | Precision | None = None,
+    global_batch: int | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: str = "adamw",
     training: bool = True,
@@ -69,6 +71,8 @@ def analyze(
             ``dp`` (for ``"hsdp"``, nodes times the devices of a node).
         pipeline: for a preset with ``"pp"``, as for ``shardgraph.compile``.
         precision: ``"bf16"``, ``"fp16"``, ``"fp8"`` or a :class:`Precision`; default: the plan's.
+        global_batch: with ``plan="auto"``: samples of one step over all ranks, for which the layouts of
+            ``shardgraph.plan`` are searched; the analysis is of the call that a rank makes then.
         loss_fn: ``loss_fn(output, target) -> scalar``, part of the program as in ``train_step``; the target is taken
             from ``example_kwargs``. Without one, it is called with the output alone.
         optimizer: the optimizer whose state and update are counted; see :mod:`shardgraph.cost_models.optimizers`.
@@ -90,21 +94,25 @@ def analyze(
     fused = is_fused(backend)
     mesh_of, cluster = partial(resolve_axes, mesh=mesh, cluster=cluster), cluster or this_machine()
     options = (recompute, memory, loss_chunk, offload)
-    question = Question.of(
-        model, plan, mesh_of, mesh is None, pipeline, precision, *options, cluster=cluster, optimizer=optimizer
-    )
+    also: Any = {"cluster": cluster, "optimizer": optimizer, "total": global_batch}
+    question = Question.of(model, plan, mesh_of, mesh is None, pipeline, precision, *options, **also)
+    possible = global_batch is None or (question.automatic and training)
+    expect(possible, "global_batch", global_batch, "for training steps under plan='auto'")
     question.machine.check_mesh(question.plan.whole_mesh)
     check_described(question.plan, question.machine.device)
     kwargs, captures = dict(example_kwargs or {}), Captures()
     if question.automatic:
-        call = question.about(example_inputs, kwargs, loss_fn, training)
-        source = Source(call, fused, fold, captures)
-        question = question.settled(choose_plan(source, own_batches=True))
-    if question.plan.pipeline is None:
-        return analyze_source(Source(question.about(example_inputs, kwargs, loss_fn, training), fused, fold, captures))
-    if not training:
-        raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
-    return analyze_pipeline_source(Source(question.about_step(example_inputs, kwargs, loss_fn), fused, fold, captures))
+        asked = question.about(example_inputs, kwargs, loss_fn, training)
+        source = Source(asked, fused, fold, captures, check_cut=check_cut)
+        question = asked.settled(choose_plan(source, own_batches=global_batch is None))
+    elif question.plan.pipeline is None:
+        question = question.about(example_inputs, kwargs, loss_fn, training)
+    else:
+        if not training:
+            raise ShardGraphError("a pipeline is analysed by its training step: leave training as it is")
+        question = question.about_step(example_inputs, kwargs, loss_fn)
+    analysed = analyze_source if question.plan.pipeline is None else analyze_pipeline_source
+    return analysed(Source(question, fused, fold, captures))
 
 
 def is_fused(backend: str) -> bool:

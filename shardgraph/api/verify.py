@@ -22,11 +22,12 @@ from shardgraph.capture.double import traced_in_double
 from shardgraph.capture.private_copy import whole_copy
 from shardgraph.capture.synchronized import synchronized_batch_norms
 from shardgraph.checks.bisect import Divergence
+from shardgraph.checks.calls import CallsComparison
 from shardgraph.checks.comparison import Comparison, PipelineComparison
 from shardgraph.checks.coverage import Coverage
 from shardgraph.checks.loss import default_loss
 from shardgraph.cost_models.cluster import Cluster
-from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.errors import PlanError, ShardGraphError, expect
 from shardgraph.mesh import Mesh
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
@@ -35,15 +36,20 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import Precision
 from shardgraph.plans.shards import named_shapes
-from shardgraph.proof.microbatches import rows_of_call
+from shardgraph.proof.microbatches import check_cut, rows_of_call
 from shardgraph.proof.prove import Proof, prove
 from shardgraph.runtime.pipeline.microbatches import batch_size, microbatches
 from shardgraph.search.answer import answer
 from shardgraph.search.machine import default_mesh
+from shardgraph.search.planner import choose_plan
 from shardgraph.search.question import Question
+from shardgraph.search.source import Source
 from shardgraph.torch_api import pytree
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+_CALLS = 3
+"""How many calls of a step are made at most."""
 
 _COVERED = 0.99
 """The share of the elements that the loss reaches whose weights must be compared."""
@@ -122,6 +128,7 @@ def verify(
     precision: str | Precision | None = None,
     cluster: Cluster | str | Path | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    global_batch: int | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
     steps: int = 1,
@@ -149,6 +156,8 @@ def verify(
         precision: as for ``shardgraph.compile``; the original is computed in it too.
         cluster: the hardware for which plans and stages are priced, as for ``shardgraph.analyze``; None: this machine.
         example_kwargs: keyword inputs, likewise.
+        global_batch: with ``plan="auto"``: samples of one step over all ranks, for which the layouts of
+            ``shardgraph.plan`` are searched, pipelines among them; the chosen one is compared for the example inputs.
         loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, the output if it is one
             number, else a fixed projection of all floating tensors in it, on which every parameter that can have a
             gradient has an effect. With a pipeline it is part of the program, as
@@ -173,9 +182,12 @@ def verify(
 
     def question(model: nn.Module, precision: str | Precision | None = precision) -> Question:
         options = precision, recompute, memory, loss_chunk, offload, cluster
-        return Question.of(model, plan, partial(_mesh, mesh, world_size), mesh is None, pipeline, *options)
+        mesh_of = partial(_mesh, mesh, world_size)
+        return Question.of(model, plan, mesh_of, mesh is None, pipeline, *options, total=global_batch)
 
     check_unsharded(model)
+    possible = global_batch is None or (plan == "auto" and model.training)
+    expect(possible, "global_batch", global_batch, "for plan='auto' and a model in training mode")
     trial = _Trial(loss_fn or default_loss, optimizer or _adamw, steps, tolerance, seed)
     call: Any = pytree.tree_map_only(torch.Tensor, _on_cpu, (tuple(example_inputs), dict(example_kwargs or {})))
     if not fp64:
@@ -212,9 +224,8 @@ class _Trial:
         captures, loss = Captures(), self.loss_fn
         exact = exact and _computes_in(torch.float64, original, question.plan)
         parts, _ = _cut_batch(original, call, question.plan.data_size)
-        args, kwargs = parts[0]
         with traced_in_double(exact):
-            plan = answer(question.about(args, kwargs, loss if question.plan.pipeline else None), captures)
+            plan = self._decided(question, parts[0], captures)
         own = [fqn for fqn, each in original.named_parameters() if each.requires_grad and plan.ignores(fqn)]
         if own and plan.data_size > 1:
             raise ShardGraphError(
@@ -224,8 +235,18 @@ class _Trial:
         parts, batch = _cut_batch(original, call, plan.data_size)
         comparison: Comparison
         if plan.pipeline is None:
-            programs = _programs(original, plan, parts[:1], captures, None, exact)
-            comparison = Comparison(original, plan, programs, [[part] for part in parts], loss, self.seed, exact)
+            cut = _cut_calls(original, plan, parts)
+            programs = _programs(original, plan, cut[0], captures, None, exact)
+            if programs[0].joint.results and plan.calls > 1:  # which each call takes from the one before
+                cut = [[part] for part in parts]
+                programs = _programs(original, plan, cut[0], captures, None, exact)
+            if len(programs) > 1:
+                comparison = CallsComparison(original, plan, programs, cut, loss, self.seed, exact)
+                batch += f", in {len(programs)} calls of each"
+                batch += " reduced in the last" if plan.batch and plan.batch.once else ""
+            else:
+                comparison = Comparison(original, plan, programs, cut, loss, self.seed, exact)
+                batch += ", in one call of each" if plan.calls > 1 else ""
         else:
             cut = [microbatches(part, plan.pipeline.parts) for part in parts]
             programs = _programs(original, plan, cut[0], captures, loss, exact)
@@ -237,6 +258,14 @@ class _Trial:
         divergence = comparison.train(self.optimizer, self.steps, tolerance)
         proof = prove(programs[0])
         return Report(plan, tolerance, self.steps, comparison.errors, batch, comparison.coverage, proof, divergence)
+
+    def _decided(self, question: Question, part: Any, captures: Captures) -> Plan:
+        """The plan for a rank's part of the batch; for steps of a total of samples among all layouts."""
+        args, kwargs = part
+        if question.automatic and question.total is not None:
+            source = Source(question.about(args, kwargs, self.loss_fn), captures=captures, check_cut=check_cut)
+            question = question.settled(choose_plan(source, own_batches=False))
+        return answer(question.about(args, kwargs, self.loss_fn if question.plan.pipeline else None), captures)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -299,6 +328,13 @@ def _programs(
             for n, joint in joints.items():
                 rows_of_call(joint, calls[n], plan, captures).raise_if_mixed()
     return [built[batch_size(part)] for part in parts]
+
+
+def _cut_calls(model: nn.Module, plan: Plan, parts: list[Any]) -> list[list[Any]]:
+    """What each data-parallel rank calls the program with in a step: of many calls, all but the first and the last are
+    alike. Statistics of the rows of all ranks are those of one call."""
+    calls = 1 if any(synchronized_batch_norms(model)) else min(plan.calls, _CALLS)
+    return [_cut_batch(model, part, calls)[0] for part in parts]
 
 
 def _cut_batch(model: nn.Module, call: Any, ranks: int) -> tuple[list[Any], str]:

@@ -40,7 +40,7 @@ _OTHER_ORDER = 1e3  # how much more than moved weights a program's order of oper
 _CPU = torch.device("cpu")
 
 Tensors = dict[str, torch.Tensor]
-_Outputs = list[tuple[Any, torch.Tensor]]
+Outputs = list[tuple[Any, torch.Tensor]]
 
 
 @dataclass
@@ -286,7 +286,7 @@ class Comparison:
             noise=sum(int(noise.sum()) for noise in self.noise.values()),
         )
 
-    def _reference(self, step: int) -> list[_Outputs]:
+    def _reference(self, step: int) -> list[Outputs]:
         """``(output, loss)`` of every part of every rank's batch; gradients and buffers of the step are left behind."""
         results, after, self.after = [], [], []
         for rank, parts in enumerate(self._reference_parts()):
@@ -300,10 +300,14 @@ class Comparison:
             results.append(list(outputs))
             self.after.append(_detached([each.get(self.original) for each in self.results]))
             after.append(combined(self.programs, self.buffers, written) if len(written) > 1 else written[0])
+        self._average(after)
+        return results
+
+    def _average(self, after: Sequence[Tensors]) -> None:
+        """The original's buffers are the mean of what they are after the calls of each data-parallel rank."""
         for name in self.buffers:
             values = [buffers.get(name, self.buffers[name]) for buffers in after]
             self.buffers[name] = torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
-        return results
 
     def _reference_parts(self) -> list[list[Any]]:
         """The calls of the original for each data-parallel rank's batch."""

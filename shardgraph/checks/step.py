@@ -1,11 +1,12 @@
 """A step of a program in one process: every stage's graphs, for all of its ranks, microbatch after microbatch.
 
 The order in which a schedule interleaves microbatches changes no value; this one draws random numbers as the original.
+Without a pipeline, several microbatches are calls one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from shardgraph.ir import (
     Tangent,
     placeholders,
 )
+from shardgraph.passes.parameters.accumulate_gradients import adding_to_earlier
 from shardgraph.passes.program import Halves, Program, StageProgram, gradients_of
 from shardgraph.runtime.pipeline.statistics import combined
 from shardgraph.runtime.rng import HostState
@@ -66,6 +68,7 @@ class LockstepStep:
 
     def __post_init__(self) -> None:
         self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
+        self.calls = self.programs[0].plan.pipeline is None
         self.gradients: list[list[dict[str, Any]]] = [[{} for _ in self.ranks] for _ in self.programs[0].stages]
 
     def run(self) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
@@ -76,10 +79,13 @@ class LockstepStep:
             else self._run(Run(stage.prefix + "gather", None), stage.gather, self.inputs[0])
             for stage in self.programs[0].stages
         ]
-        written = [self._microbatch(number, program, gathered) for number, program in enumerate(self.programs)]
+        written: list[list[dict[str, torch.Tensor]]] = []
+        for number, program in enumerate(self.programs):
+            written.append(self._microbatch(number, program, gathered, written[-1] if self.calls and written else None))
+        if self.calls:
+            return self._reduced(), written[-1]
         start = {role.fqn: value for role, value in self.inputs[0][0].items() if isinstance(role, Buffer)}
-        buffers = [combined(self.programs, start, of_rank) for of_rank in zip(*written, strict=True)]
-        return self._reduced(), buffers if self.programs[0].plan.pipeline is None else _averaged(buffers)
+        return self._reduced(), _averaged([combined(self.programs, start, each) for each in zip(*written, strict=True)])
 
     def _run(
         self, run: Run, graph: fx.GraphModule, inputs: Sequence[Values], rng: list[HostState] | None = None
@@ -87,9 +93,18 @@ class LockstepStep:
         results = run_lockstep(graph, self.mesh, inputs, rng=rng, on_value=partial(self.watch, run))
         return list(map(by_role, results))
 
-    def _microbatch(self, number: int, program: Program, gathered: list[list[Values]]) -> list[dict[str, torch.Tensor]]:
-        """Forward and backward of all stages; returns the buffers that forward writes on each rank."""
-        received = [Values() for _ in self.ranks]
+    def _microbatch(
+        self,
+        number: int,
+        program: Program,
+        gathered: list[list[Values]],
+        before: list[dict[str, torch.Tensor]] | None,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Forward and backward of all stages; returns the buffers that forward writes on each rank, given those that
+        the call ``before`` has written, if there was one."""
+        received = [
+            Values({Buffer(fqn): value for fqn, value in each.items()}) for each in before or [{}] * len(self.ranks)
+        ]
         saved: list[list[Values]] = []
         written: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
         for stage in program.stages:
@@ -122,10 +137,10 @@ class LockstepStep:
         if halves.backward is None:
             return returned
         absent = absent_of(tangents) if program.plan.pipeline is None else frozenset()
-        actions = [a for place in program.actions for a in place if (a.stage, a.microbatch) == (stage.number, number)]
-        for name in [halves.name(action.kind) for action in actions if action.kind != "F"]:
-            backward = program.graph(name, absent)
+        for name, backward in self._graphs(number, stage, halves, absent):
             inputs = [mine | with_zeros(theirs, backward) for mine, theirs in zip(saved, tangents, strict=True)]
+            for mine, gradients in zip(inputs, self.gradients[stage.number], strict=True):
+                mine |= _taken(gradients, backward)
             for rank, result in enumerate(self._run(Run(name, number), backward, inputs)):
                 returned[rank] |= _of_kind(Returned, result)
                 saved[rank] |= _of_kind(Saved, result)
@@ -134,6 +149,23 @@ class LockstepStep:
                     gradients = {fqn: torch.zeros_like(value) for fqn, value in gradients.items()}
                 _add(self.gradients[stage.number][rank], gradients)
         return returned
+
+    def _graphs(
+        self, number: int, stage: StageProgram, halves: Halves, absent: frozenset[Tangent]
+    ) -> Iterator[tuple[str, fx.GraphModule]]:
+        """The backward graphs of a microbatch by name, in the schedule's order."""
+        program, plan = stage.program, stage.program.plan
+        if not self.calls:
+            actions = [a for place in program.actions for a in place]
+            own = [a for a in actions if (a.stage, a.microbatch) == (stage.number, number) and a.kind != "F"]
+            names = [halves.name(action.kind) for action in own]
+        elif len(self.programs) == 1 or plan.data_size == 1 or plan.batch is None or not plan.batch.once:
+            names = ["backward"]
+        else:
+            names = ["local" if number < len(self.programs) - 1 else "accumulate"]
+        for name in names:
+            graph = program.graph(name, absent)
+            yield name, adding_to_earlier(graph) if name == "local" and number else graph
 
     def _reduced(self) -> list[dict[str, torch.Tensor]]:
         """The gradients of the step: reduced, and added up over the stages that are said to share a parameter."""
@@ -158,6 +190,17 @@ def _averaged(buffers: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Te
         if value.is_floating_point()
     }
     return [each | means for each in buffers]
+
+
+def _taken(gradients: dict[str, torch.Tensor], graph: fx.GraphModule) -> Values:
+    """The gradients of earlier calls that a graph takes, which are no longer held."""
+    inputs = {role: node for role, node in placeholders(graph).items() if isinstance(role, Accumulated)}
+    return {
+        role: gradients.pop(role.of.fqn)
+        if role.of.fqn in gradients
+        else torch.zeros_like(node.meta["val"], device="cpu")
+        for role, node in inputs.items()
+    }
 
 
 def absent_of(tangents: Sequence[Mapping[Any, torch.Tensor | None]]) -> frozenset[Tangent]:

@@ -10,6 +10,7 @@ import typer
 import shardgraph
 from shardgraph.cli.options import (
     ClusterName,
+    GlobalBatch,
     Json,
     LossChunk,
     Memory,
@@ -41,6 +42,7 @@ def verify(
     ] = None,
     sequence: Sequence = None,
     settings: Settings = None,
+    global_batch: GlobalBatch = None,
     precision: Precision = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps to compare.")] = 1,
     fp64: Annotated[bool, typer.Option("--fp64", help="Compute in double precision from the start.")] = False,
@@ -67,6 +69,7 @@ def verify(
             world_size=ranks,
             mesh=axes,
             cluster=cluster,
+            global_batch=global_batch,
             precision=precision,
             steps=steps,
             fp64=fp64,

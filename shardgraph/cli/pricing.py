@@ -12,6 +12,7 @@ from shardgraph.cli.options import (
     Backend,
     Batch,
     ClusterName,
+    GlobalBatch,
     Json,
     LossChunk,
     Memory,
@@ -40,6 +41,7 @@ def analyze(
     batch: Batch = None,
     sequence: Sequence = None,
     settings: Settings = None,
+    global_batch: GlobalBatch = None,
     precision: Precision = None,
     optimizer: Optimizer = "adamw",
     backend: Backend = "eager",
@@ -52,7 +54,7 @@ def analyze(
     """Predict the memory and time of a training step; exits with 1 if it does not fit."""
     sizes = {"batch": batch, "sequence": sequence, "settings": settings}
     options = {"precision": precision, "optimizer": optimizer, "backend": backend, "recompute": recompute}
-    limits = {"memory": memory, "loss_chunk": loss_chunk, "offload": offload}
+    limits = {"memory": memory, "loss_chunk": loss_chunk, "offload": offload, "global_batch": global_batch}
     _, analysis = priced(f"analyze {model} under {plan}", model, plan, mesh, cluster, sizes, **options, **limits)
     result(analysis, analysis.summary(), as_json)
     if not analysis.fits:
