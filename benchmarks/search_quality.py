@@ -13,7 +13,8 @@ compared with plans along data axes alone.
 
 With ``--total`` every step has the samples of that batch times the ranks, however they are divided: the automatic plan
 is that of ``shardgraph.compile`` with ``global_batch``, and the tuned one is found among all layouts and compared with
-all plans by name, whose ranks are called once with all samples of a data rank.
+all plans by name, whose ranks are called once with all samples of a data rank or, of data axes alone, two or four times
+with gradients that are reduced in the last call, as under ``no_sync()``.
 
 Plans that lead to the same program are timed once: their ratio is 1. The fastest of the plans by name is the one of
 the smallest median, so that its rounds flatter it: it and the automatic ones run in turns again, and the ratios are
@@ -33,6 +34,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import os
 import statistics
 import sys
@@ -57,6 +59,7 @@ from benchmarks.ratios import ratio
 from shardgraph.api.timed_steps import TimedSteps, largest
 from shardgraph.capture.captures import Call
 from shardgraph.cost_models.cluster import Cluster
+from shardgraph.plans.batch import Batch
 from shardgraph.runtime.measure import PeakMemory
 from shardgraph.search.machine import machine_for
 from shardgraph.sizes import format_bytes
@@ -164,9 +167,9 @@ OWN_BATCH = ("ddp", "zero2", "fsdp")  # whose ranks do not share one
 WITHIN = 1.5  # of the best prediction
 
 
-def by_hand(ranks: int) -> dict[str, dict[str, dict[str, Any]]]:
+def by_hand(ranks: int, total: int | None) -> dict[str, dict[str, dict[str, Any]]]:
     """The plans that a person would write: what ``compile`` is asked for, by name, of each preset from the fastest of
-    its variants on, if it fits."""
+    its variants on, if it fits; of a ``total`` of samples also in several calls."""
     meshes = {plan: {"dp": ranks} for plan in OWN_BATCH} | {plan: {"tp": ranks} for plan in ("tp", "tp+sp")}
     stages = {"pp": {"pp": ranks}}
     if ranks > 2:
@@ -180,12 +183,27 @@ def by_hand(ranks: int) -> dict[str, dict[str, dict[str, Any]]]:
         }
         for plan, mesh in meshes.items()
     }
+    for plan, calls in itertools.product(OWN_BATCH if total else (), (2, 4)):
+        if total % (ranks * calls) == 0:
+            mesh = {"dp": ranks}
+            several = replace(shardgraph.preset(plan, mesh), batch=Batch(total, calls, "last"))
+            name = f"{plan}, {calls} calls"
+            plans[name] = {
+                f"{name} {recompute}".removesuffix(" none"): {"plan": several, "mesh": mesh, "recompute": recompute}
+                for recompute in ("none", "selective", "full")
+            }
     schedules = [("1f1b", 2 * ranks), ("1f1b", 4 * ranks), ("zbv", 2 * ranks)]
     for plan, mesh in stages.items():
         for schedule, parts in schedules:
             name, pipeline = f"{plan} {schedule} {parts}", shardgraph.Pipeline(parts, schedule)
             plans[name] = {name: {"plan": plan, "mesh": mesh, "pipeline": pipeline}}
     return plans
+
+
+def calls_of(asked: dict[str, Any]) -> int:
+    """The calls of all data ranks in a step of a plan by hand."""
+    own = asked["plan"].calls if isinstance(asked["plan"], shardgraph.Plan) else 1
+    return own * asked["mesh"].get("dp", 1)
 
 
 class Outcome(NamedTuple):
@@ -234,7 +252,8 @@ def on_rank(name: str, wanted: dict[str, dict[str, Any]], rounds: int, finals: i
 def _kind(plan: shardgraph.Plan) -> str:
     if plan.pipeline is not None:
         return f"{plan.name} {plan.pipeline.schedule} {plan.pipeline.parts}"
-    return f"{plan.name}, {plan.calls} calls" if plan.calls > 1 else plan.name
+    calls = f", {plan.calls} calls" if plan.calls > 1 else ""
+    return plan.name + calls + (" reduced once" if not plan.reduces(0) else "")
 
 
 def peaks_on_rank(name: str, wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[str, int]]:
@@ -268,7 +287,7 @@ def compiled(job: Job, wanted: dict[str, dict[str, Any]], total: int | None) -> 
     model = job.model()
     modules = {}
     for name, asked in wanted.items():
-        rows = job.samples if name in AUTOMATIC else job.rows(total, asked["mesh"].get("dp", 1))
+        rows = job.samples if name in AUTOMATIC else job.rows(total, calls_of(asked))
         with contextlib.suppress(shardgraph.PlanError):  # it does not fit
             modules[name] = shardgraph.compile(copy.deepcopy(model), progress=False, **asked, **job.options(rows))
     return modules
@@ -292,9 +311,9 @@ def promising(job: Job, ranks: int, here: Cluster, total: int | None) -> dict[st
     model = job.model()
     found: dict[str, dict[str, Any]] = {}
     predicted: dict[str, float] = {}
-    for variants in by_hand(ranks).values():
+    for variants in by_hand(ranks, total).values():
         for name, asked in variants.items():
-            options = job.options(job.rows(total, asked["mesh"].get("dp", 1)))
+            options = job.options(job.rows(total, calls_of(asked)))
             with contextlib.suppress(shardgraph.ShardGraphError):  # it does not fit, or the model cannot be cut so
                 analysis = shardgraph.analyze(model, cluster=here, **asked, **options)
                 found[name], predicted[name] = asked, analysis.time.total / analysis.samples
@@ -311,7 +330,7 @@ def program_text(module: shardgraph.ShardedModule) -> tuple[str, ...]:
     def axis_of(argument: Any) -> Any:
         return names.get(argument, argument) if isinstance(argument, str) else argument
 
-    texts = [str(module.plan.whole_mesh), str(module.plan.calls)]
+    texts = [str(module.plan.whole_mesh), str(module.plan.calls), str(module.plan.reduces(0))]
     for half in (module.forward_graph, module.backward_graph):
         graph = copy.deepcopy(half.graph)
         for node in graph.nodes:
