@@ -12,6 +12,7 @@ import shardgraph
 from shardgraph import PlanError, ir
 from shardgraph.passes.base import Context
 from shardgraph.passes.parameters.accumulate_gradients import AddAccumulated
+from shardgraph.passes.parameters.reduce_gradients import ReduceGradients
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.report.parts import ADDITION, parts_of
@@ -89,6 +90,13 @@ def test_a_deep_model_is_analysed_from_a_few_of_its_layers(reduce):
     assert few.earlier == whole.earlier and (few.earlier is None) == (reduce == "each")
 
 
+def test_where_nothing_is_reduced_calls_are_alike():
+    x, model = torch.zeros(16, 64, device="meta"), nn.Linear(64, 64, device="meta")
+    plans = (replace(shardgraph.preset("tp", {"tp": 2}), batch=Batch(64, 4, reduce)) for reduce in ("each", "last"))
+    each, last = (shardgraph.analyze(model, (x,), plan, cluster=toy_cluster(1, 2)) for plan in plans)
+    assert last.rows == each.rows and last.earlier is None and last.time == each.time
+
+
 def test_an_analysis_is_of_the_whole_step():
     one, four = analysed("ddp", "each", calls=1), analysed("ddp", "each")
     assert four.flops == 4 * one.flops and four.samples == 4 * one.samples
@@ -139,9 +147,9 @@ def test_what_is_recomputed_leaves_room_for_what_is_held_between_calls(reduce):
 # -- verify ------------------------------------------------------------------------------------------------
 
 
-def accumulated(name: str, reduce: str) -> shardgraph.Report:
+def accumulated(name: str, reduce: str, **changes: int) -> shardgraph.Report:
     model, (args, kwargs) = make(name, 12)
-    plan = replace(shardgraph.preset("fsdp", {"dp": 2}), batch=Batch(64, 4, reduce))
+    plan = replace(shardgraph.preset("fsdp", {"dp": 2}), batch=Batch(64, 4, reduce), **changes)
     return shardgraph.verify(model, args, plan, example_kwargs=kwargs, steps=2)
 
 
@@ -169,3 +177,17 @@ def test_verify_sees_that_earlier_gradients_are_not_added(monkeypatch):
     report = accumulated("odd-mlp", "last")
     assert not report.ok and report.worst[0].startswith("gradient of"), report
     assert accumulated("odd-mlp", "each").ok
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+def test_verify_finds_the_pass_whose_node_differs_in_one_of_several_calls(reduce, monkeypatch):
+    run = ReduceGradients.run
+
+    def largest(self: ReduceGradients, gm: fx.GraphModule, context: Context) -> None:
+        run(self, gm, context)
+        for node in gm.graph.find_nodes(op="call_function", target=ir.REDUCE_SCATTER):
+            node.update_arg(1, "max")
+
+    monkeypatch.setattr(ReduceGradients, "run", largest)
+    found = accumulated("odd-mlp", reduce, bucket=0).first_divergence
+    assert found is not None and found.made_by == "reduce-gradients"

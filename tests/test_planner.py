@@ -230,7 +230,9 @@ def test_a_global_batch_is_the_batch_of_every_candidate():
     ("batches", "layout", "sizes"),
     [
         pytest.param(Batches(6), Layout(shard=4), [(6, 1)], id="a call is one batch"),
-        pytest.param(Batches(1, 16), Layout(), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)], id="or several, accumulated"),
+        pytest.param(
+            Batches(1, 16), Layout(), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)], id="or several, accumulated"
+        ),
         pytest.param(Batches(8), Layout(stages=4), [(1, 8), (2, 4)], id="stages take at least as many microbatches"),
         pytest.param(Batches(8), Layout(stages=4, chunks=2), [(1, 8), (2, 4)], id="chunks take rounds of them"),
         pytest.param(Batches(1, 12), Layout(shard=8), [], id="ranks have equal parts"),

@@ -389,7 +389,8 @@ def analyze_program(
     plan, device = program.plan, cluster.device
     cluster.check_mesh(plan.mesh)
     samples, tokens = (plan.data_size * plan.calls * count for count in batch_of(program))
-    once = plan.batch is not None and plan.batch.once and program.backward is not None
+    reduces = program.backward is not None and plan.data_size > 1
+    once = plan.batch is not None and plan.batch.once and reduces
 
     def analysed(backward: str, last: bool = True) -> Analysis:
         halves, on_cpu = program_halves(program, backward), device.is_cpu
