@@ -132,6 +132,8 @@ def test_a_search_reduces_once_where_links_are_slow():
     found = {each.plan.batch.reduce for each in plan.considered if each.plan is not None and each.plan.calls > 1}
     assert found == {"each", "last"}
     assert f"dp=2, {plan.calls} microbatches reduced once" in plan.explain()
+    front = shardgraph.front(model, (x,), (2,), cluster=toy_cluster(2, 1), global_batch=1 << 14)
+    assert any(each.reduces_once for each in front.points) and " reduced once " in str(front)
 
 
 @pytest.mark.parametrize("reduce", ["each", "last"])

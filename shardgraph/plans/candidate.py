@@ -50,6 +50,12 @@ class Candidate:
         return self.batches // max(1, math.prod(size for axis, size in self.mesh if axis not in ("pp", "tp", "cp")))
 
     @property
+    def reduces_once(self) -> bool:
+        """Whether the gradients of several calls are added up before they are reduced, as its plan says, if it has
+        one."""
+        return self.plan is not None and self.plan.batch is not None and self.plan.batch.once
+
+    @property
     def per_sample(self) -> float:
         """Seconds per sample, by which candidates are compared; per batch if samples are not known."""
         return self.seconds / (self.samples or self.batches)

@@ -84,6 +84,7 @@ def _division(candidate: Candidate, best: Candidate) -> str:
     """The mesh, microbatches, schedule and what is in host memory; and the precision, if it is not that of the best."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in candidate.mesh)
     mesh += f", {candidate.microbatches} microbatches" if candidate.microbatches > 1 else ""
+    mesh += " reduced once" if candidate.reduces_once else ""
     if candidate.plan is None:
         return mesh
     other = best.plan is not None and candidate.plan.precision != best.plan.precision
@@ -91,10 +92,8 @@ def _division(candidate: Candidate, best: Candidate) -> str:
 
 
 def _ways(plan: Any) -> str:
-    """Whether a plan reduces once in several calls, the schedule of its stages, whether its loss is in chunks, and what
-    it keeps in host memory."""
-    schedule = " reduced once" if plan.batch is not None and plan.batch.once else ""
-    schedule += f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
+    """The schedule of a plan's stages, whether its loss is in chunks, and what it keeps in host memory."""
+    schedule = f", {plan.pipeline.schedule}" if plan.pipeline is not None else ""
     schedule += ", loss in chunks" if plan.loss_chunk is not None else ""
     some = any(isinstance(annotation, offload) for _, annotation in plan.annotations)
     away = str(plan.offload) if plan.offload != NOTHING else "what some layers save" if some else ""

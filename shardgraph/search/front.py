@@ -50,7 +50,7 @@ class Front:
                     str(each.devices),
                     each.name,
                     " x ".join(f"{axis}={size}" for axis, size in each.mesh) or "one process",
-                    str(each.microbatches),
+                    f"{each.microbatches}{' reduced once' if each.reduces_once else ''}",
                     each.recompute,
                     format_bytes(each.memory),
                     format_seconds(each.seconds),
