@@ -13,6 +13,7 @@ from torch import nn
 
 import shardgraph
 from shardgraph import Offload, PlanError, ShardGraphError
+from shardgraph.plans.batch import Batch
 from shardgraph.report.analysis import analyze_program
 from tests.machines import toy_cluster
 
@@ -44,6 +45,13 @@ def test_an_svg_has_the_graph_of_the_plan_and_the_memory(tmp_path):
     text = visualize(tmp_path / "plan.svg")
     assert {"Plan fsdp on dp=2", "inputs"} <= set(ET.fromstring(text).itertext())
     assert 'class="cluster"' in text and "Memory of a rank over a step" in text
+
+
+@pytest.mark.parametrize(("reduce", "sent"), [("each", "call"), ("last", "last call")])
+def test_a_picture_says_how_a_step_is_divided_and_what_a_call_sends(tmp_path, reduce, sent):
+    plan = replace(PLAN, batch=Batch(16, 4, reduce))
+    text = visualize(tmp_path / "plan.dot", plan)
+    assert "16 samples a step: 2 data ranks x 4 calls" in text and f"Sent per rank and {sent}: " in text
 
 
 @needs_dot

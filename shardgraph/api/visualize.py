@@ -181,8 +181,9 @@ def _outline_of(what: _Drawn, call: Call | None) -> _Outline:
         assert call is not None
         plan = annotated(what, call.model) if isinstance(what, Plan) else what.plan
         outline = _lowered(plan.of_stage, call)
-    modules = replace(outline.modules, mesh=plan.whole_mesh, stages=str(plan.pipeline or ""))
-    return replace(outline, modules=modules)
+    sent_in = "step" if plan.calls == 1 else "call" if plan.reduces(0) else "last call"
+    told = {"stages": str(plan.pipeline or ""), "division": plan.division, "sent_in": sent_in}
+    return replace(outline, modules=replace(outline.modules, mesh=plan.whole_mesh, **told))
 
 
 def _lowered(plan: Plan, call: Call) -> _Outline:

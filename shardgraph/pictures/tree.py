@@ -161,13 +161,16 @@ class Module:
 class Tree:
     """The modules of a program on a mesh; ``plan`` is the name of its plan.
 
-    ``stages``: how a pipeline divides them, each module on the ranks of one stage; empty without one.
+    ``stages``: how a pipeline divides them, each module on the ranks of one stage; empty without one. ``division``: how
+    a step is divided into calls, if it is known. ``sent_in``: the step, or the call of a step, that sends what is told.
     """
 
     plan: str
     mesh: Mesh
     root: Module
     stages: str = ""
+    division: str = ""
+    sent_in: str = "step"
 
     @property
     def title(self) -> str:
@@ -180,7 +183,7 @@ class Tree:
 
     @property
     def summary(self) -> list[str]:
-        """Lines about the whole: the bytes held and sent, and where a pipeline's stages begin."""
+        """Lines about the whole: the bytes held and sent, how a step is divided, and where stages begin."""
         sent: Counter[str] = Counter()
         for traffic in (each for module in self.root.walk() for each in module.traffic.values()):
             sent[traffic.axis] += traffic.nbytes
@@ -188,9 +191,10 @@ class Tree:
         on = "over one rank of each stage" if self.stages else "per rank"
         held = f"{format_bytes(self.root.nbytes)} {on}, {format_bytes(whole)} in all"
         ways = ", ".join(f"{format_bytes(nbytes)} over {axis}" for axis, nbytes in sent.items()) or "nothing"
-        step = "step within stages" if self.stages else "step"
-        line = f"Parameters: {held}. Sent per rank and {step}: {ways}"
-        return [line, *wrap(self.stages, _WIDTH, break_long_words=False)]
+        within = " within stages" if self.stages else ""
+        line = f"Parameters: {held}. Sent per rank and {self.sent_in}{within}: {ways}"
+        more = (wrap(text, _WIDTH, break_long_words=False) for text in (self.division, self.stages))
+        return [line, *chain.from_iterable(more)]
 
     @property
     def colours(self) -> dict[str, str]:
