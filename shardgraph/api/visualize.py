@@ -182,7 +182,7 @@ def _outline_of(what: _Drawn, call: Call | None) -> _Outline:
         plan = annotated(what, call.model) if isinstance(what, Plan) else what.plan
         outline = _lowered(plan.of_stage, call)
     sent_in = "step" if plan.calls == 1 else "call" if plan.reduces(0) else "last call"
-    told = {"stages": str(plan.pipeline or ""), "division": plan.division, "sent_in": sent_in}
+    told: Any = {"stages": str(plan.pipeline or ""), "division": plan.division, "sent_in": sent_in}
     return replace(outline, modules=replace(outline.modules, mesh=plan.whole_mesh, **told))
 
 
