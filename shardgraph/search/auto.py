@@ -399,11 +399,13 @@ class Finals:
     def _saves_needlessly(self, layout: Layout) -> bool:
         """Whether what fits is the same layout, but does less to save memory; or has fewer, larger calls in a step.
         These take no longer: an operation costs an overhead and then its work, and what is sent after each call is
-        sent once."""
+        sent once. If that is sent once a step in any case, operators that are divided otherwise may outweigh it."""
         fitting = self._fitting
         plain = layout.plain_in_memory
         if layout != plain and plain in fitting:
             return True
+        if layout.once and layout.degree > 1 and not self._deep:
+            return False
         larger = {other.batch for other in fitting if other.batch > layout.batch}
         return layout.stages == 1 and any(layout.in_calls_of(batch) in fitting for batch in larger)
 
