@@ -485,11 +485,17 @@ class Finals:
     def _hold_whole(self) -> None:
         """Price layouts that divide operators with whole activations between products, where these may then be the
         fastest: all-reduces are fewer than all-gathers and reduce-scatters, and what is saved takes more memory. Of
-        many layers, which take longer to price, the best such layout alone; none beside sequences, or with stages."""
-        fitting = sorted(self._fitting.items(), key=lambda pair: pair[1].per_sample)
+        many layers, which take longer to price, the best such layout alone; none beside sequences, or with stages. Of
+        few layers, what is gathered may take more than what is saved, so that whole activations fit where others do
+        not."""
+        room = self._budget * (1.0 if self._deep else _MEMORY_DOUBT)
+        priced = [(layout, each) for layout, each in self._priced.items() if each is not None and each.memory <= room]
+        priced.sort(key=lambda pair: pair[1].per_sample)
         least, most, saved = (_WAITS, 1, _FEWER) if self._deep else (_HIDDEN, _ADJUSTED, 1.0)
-        divided = [(layout, each) for layout, each in fitting if layout.tp > 1 and layout.cp == layout.stages == 1]
-        for layout, each in divided[:most]:
+        divided = [(layout, each) for layout, each in priced if layout.tp > 1 and layout.cp == layout.stages == 1]
+        fitting = [pair for pair in divided if pair[1].memory <= self._budget]
+        others = [pair for pair in divided if pair[1].memory > self._budget]
+        for layout, each in (*fitting[:most], *others[:most]):
             best, exposed = self._best, each.parts["exposed"] / each.seconds
             assert best is not None
             if exposed >= least and each.per_sample * (1 - saved * exposed) < best.per_sample and not self._limit.over:
