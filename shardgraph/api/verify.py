@@ -243,7 +243,7 @@ class _Trial:
             if len(programs) > 1:
                 comparison = CallsComparison(original, plan, programs, cut, loss, self.seed, exact)
                 batch += f", in {len(programs)} calls of each"
-                batch += " reduced in the last" if plan.batch and plan.batch.once else ""
+                batch += " reduced in the last" if plan.reduces_once else ""
             else:
                 comparison = Comparison(original, plan, programs, cut, loss, self.seed, exact)
                 batch += ", in one call of each" if plan.calls > 1 else ""

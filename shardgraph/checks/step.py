@@ -159,7 +159,7 @@ class LockstepStep:
             actions = [a for place in program.actions for a in place]
             own = [a for a in actions if (a.stage, a.microbatch) == (stage.number, number) and a.kind != "F"]
             names = [halves.name(action.kind) for action in own]
-        elif len(self.programs) == 1 or plan.data_size == 1 or plan.batch is None or not plan.batch.once:
+        elif len(self.programs) == 1 or not plan.reduces_once:
             names = ["backward"]
         else:
             names = ["local" if number < len(self.programs) - 1 else "accumulate"]

@@ -53,7 +53,7 @@ class Candidate:
     def reduces_once(self) -> bool:
         """Whether the gradients of several calls are added up before they are reduced, as its plan says, if it has
         one."""
-        return self.plan is not None and self.plan.batch is not None and self.plan.batch.once
+        return self.plan is not None and self.plan.reduces_once
 
     @property
     def per_sample(self) -> float:

@@ -55,7 +55,7 @@ def _texts(plan: Plan) -> dict[str, str]:
         "operators": _pairs(plan.operators),
         "experts": plan.experts or "none",
         **pipeline,
-        "calls in a step": str(plan.calls) + (", reduced in the last" if plan.batch and plan.batch.once else ""),
+        "calls in a step": str(plan.calls) + (", reduced in the last" if plan.reduces_once else ""),
         "recomputation": plan.recomputed,
         "bucket": format_bytes(plan.bucket) if plan.bucket else "none",
         "prefetch": str(plan.prefetch),

@@ -204,10 +204,15 @@ class Plan:
         """Number of calls of a rank in one step, whose gradients are added up before the optimizer's step."""
         return self.batch.calls if self.batch else 1
 
+    @property
+    def reduces_once(self) -> bool:
+        """Whether data ranks reduce the gradients of a step in the last of several calls alone."""
+        return self.batch is not None and self.batch.once and self.data_size > 1
+
     def reduces(self, call: int) -> bool:
         """Whether a call of a step, counted from 0, reduces gradients over data ranks; the others are under
         ``no_sync()``."""
-        return self.batch is None or not self.batch.once or call % self.calls == self.calls - 1
+        return not self.reduces_once or call % self.calls == self.calls - 1
 
     @property
     def samples_per_call(self) -> int | None:

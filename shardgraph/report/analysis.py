@@ -389,8 +389,6 @@ def analyze_program(
     plan, device = program.plan, cluster.device
     cluster.check_mesh(plan.mesh)
     samples, tokens = (plan.data_size * plan.calls * count for count in batch_of(program))
-    reduces = program.backward is not None and plan.data_size > 1
-    once = plan.batch is not None and plan.batch.once and reduces
 
     def analysed(backward: str, last: bool = True) -> Analysis:
         halves, on_cpu = program_halves(program, backward), device.is_cpu
@@ -401,7 +399,7 @@ def analyze_program(
             rows += update_rows(trained_shards(program.context, program.trained), optimizer, device, memory, plan)
         return Analysis(plan, cluster, optimizer, samples, tokens, tuple(rows), other_sizes)
 
-    if not once:
+    if program.backward is None or not plan.reduces_once:
         analysis = analysed("backward")
         return analysis if plan.calls == 1 else replace(analysis, rows=holding_gradients(analysis.rows))
     before = analysed("adding" if plan.calls > 2 else "local", last=False)
