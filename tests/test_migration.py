@@ -34,9 +34,9 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 
 
 def ours(name: str) -> Any:
-    """A public name, or what a compiled module has, by the name with or without its owner."""
+    """A public name, or what a compiled module or a plan has, by the name with or without its owner."""
     last = name.rpartition(".")[2]
-    places = (shardgraph, shardgraph.nn, ShardedModule)
+    places = (shardgraph, shardgraph.nn, ShardedModule, Plan)
     return next((getattr(place, last) for place in places if hasattr(place, last)), None)
 
 
