@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardgraph.search.divided_costs import among_more, both, slower
+from shardgraph.cost_models.cluster import Cluster
+from shardgraph.search.divided_costs import Slower, among, both, slower
 from shardgraph.search.layer_costs import LayerCosts, Part
 from tests.machines import toy_cluster
 
@@ -30,7 +31,7 @@ def divided(ranks: int, sent: float, parameters: float = 1.0) -> LayerCosts:
 
 
 def test_twice_the_ranks_have_half_the_work_each_and_wait_as_much_longer_as_their_collectives_take():
-    found = among_more(costs(LAYER), divided(8, sent=1.0, parameters=1 / 8), "tp", 8, 16, 3.0)
+    found = among(costs(LAYER), divided(8, sent=1.0, parameters=1 / 8), "tp", 8, 16, Slower(3.0, 3.0))
     expected = divided(16, sent=3.0, parameters=1 / 16)
     assert found.layer == pytest.approx(expected.layer)
     assert (found.working, found.crossing) == pytest.approx((expected.working, expected.crossing))
@@ -38,13 +39,13 @@ def test_twice_the_ranks_have_half_the_work_each_and_wait_as_much_longer_as_thei
 
 def test_as_many_ranks_at_links_as_fast_cost_the_same():
     known = divided(8, sent=1.0)
-    assert among_more(costs(LAYER), known, "ep", 8, 8, 1.0) == known
+    assert among(costs(LAYER), known, "ep", 8, 8, Slower(1.0, 1.0)) == known
 
 
 @pytest.mark.parametrize(("factor", "seconds"), [(1.0, 0.5), (6.0, 3.0)])
 def test_a_ring_waits_only_for_what_attention_does_not_hide(factor, seconds):
     hidden = divided(8, sent=0.0).layer._replace(sent=1.0)
-    found = among_more(costs(LAYER), replace(divided(8, sent=0.0), layer=hidden), "cp", 8, 16, factor)
+    found = among(costs(LAYER), replace(divided(8, sent=0.0), layer=hidden), "cp", 8, 16, Slower(1.0, factor))
     assert found.layer.forward == pytest.approx(max(0.5, seconds))
 
 
@@ -74,7 +75,8 @@ def test_what_neither_of_two_axes_divides_stays_whole():
 
 def test_what_attention_hides_of_a_ring_is_not_saved_by_faster_links():
     hidden = divided(8, sent=0.0).layer._replace(sent=1.0)
-    found = among_more(costs(LAYER), replace(divided(8, sent=0.0), layer=hidden), "cp", 8, 16, 1.0).layer
+    ring = replace(divided(8, sent=0.0), layer=hidden)
+    found = among(costs(LAYER), ring, "cp", 8, 16, Slower(1.0, 1.0)).layer
     assert found.with_links_faster(2).forward == pytest.approx(found.forward)
 
 
@@ -83,5 +85,31 @@ def test_collectives_beyond_a_node_take_as_much_longer_as_its_links_are_faster(a
     cluster = toy_cluster(2, 4)
     far = cluster.group_of((("ep", 2), ("tp", 4)) if axis == "ep" else ((axis, 8),), axis)
     most = 10 * (7 / 8) / (3 / 4) if axis != "ep" else 10  # each of more ranks sends more of the whole
-    assert 2 < slower(cluster, axis, far, 4 if axis != "ep" else 2, 2**24) <= most + 1e-6
-    assert slower(cluster, axis, cluster.group_of(((axis, 4),), axis), 4, 2**24) == 1
+    assert 2 < slower(cluster, axis, far, 4 if axis != "ep" else 2, 2**24).bandwidth <= most + 1e-6
+    assert slower(cluster, axis, cluster.group_of(((axis, 4),), axis), 4, 2**24) == (1, 1)
+
+
+@pytest.mark.parametrize(("whole", "rounds"), [(False, 1), (True, 2)])
+def test_a_ring_of_fewer_ranks_has_fewer_latencies(whole, rounds):
+    """Of gathers and scatters as many as it has ranks less one, of reductions twice as many; or twice the logarithm."""
+    cluster = Cluster.of("H100")
+    found = slower(cluster, "tp", cluster.group_of((("tp", 2),), "tp"), 8, 2**24, whole)
+    assert found == pytest.approx((rounds * 1 / 6, (1 / 2) / (7 / 8)))
+
+
+def test_among_fewer_ranks_latencies_and_bytes_shrink_apart():
+    known = divided(8, sent=1.0)
+    known = replace(known, layer=known.layer._replace(latency=0.5))
+    found = among(costs(LAYER), known, "tp", 8, 2, Slower(0.1, 0.6)).layer
+    assert (found.latency, found.sent) == pytest.approx((0.05, 0.35))
+    assert found.forward == pytest.approx(8.0 / 2 + 0.35 / 2)
+
+
+def test_latencies_do_not_grow_with_the_batch_and_other_axes_do_not_divide_them():
+    waits = LAYER._replace(forward=10.0, sent=4.0, latency=2.0)
+    assert waits.seconds(3.0) == pytest.approx((1.0 + 9.0 * 3, 1.0 + 15.0 * 3))
+    assert waits.with_links_faster(2).sent == pytest.approx(3.0)
+    outer = divided(2, sent=1.0)
+    outer = replace(outer, layer=outer.layer._replace(latency=1.0))
+    found = both(costs(LAYER), "ep", outer, 2, divided(4, sent=2.0), 4)
+    assert found.layer.sent == pytest.approx(1.0 + 2.0 / 2) and found.layer.latency == 1.0

@@ -16,7 +16,7 @@ from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.search.depths import PLACED
-from shardgraph.search.divided_costs import among_more, both, slower
+from shardgraph.search.divided_costs import Slower, among, both, slower
 from shardgraph.search.layer_costs import LayerCosts, layer_costs, takes_another, whole_costs
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
@@ -74,7 +74,9 @@ class CostTable:
         one, divided = (self._priced(layout.along(axis, each)) for each in (1, self.degree))
         if one is None or divided is None or not _shrinks(one, divided, self.degree):  # too few experts, or heads
             return self._priced(layout)
-        return one.divided_by(ranks, divided, self.degree)
+        if axis == "cp":  # a ring is hidden among fewer ranks too
+            return one.divided_by(ranks, divided, self.degree)
+        return among(one, divided, axis, self.degree, ranks, self._slower(layout, axis, self.degree, one))
 
     def _along_several(self, layout: Layout) -> LayerCosts | None:
         """The costs of a division along the outermost axis, and of that along the others, together."""
@@ -92,9 +94,13 @@ class CostTable:
         one, near = self._priced(layout.undivided), self._divided(layout.undivided.along(axis, few))
         if one is None or near is None or (axis == "tp" and ranks > few and self._heads % ranks):
             return None
+        return among(one, near, axis, few, ranks, self._slower(layout, axis, few, one))
+
+    def _slower(self, layout: Layout, axis: str, few: int, one: LayerCosts) -> Slower:
+        """How much longer collectives along an axis of a layout take than among a ``few`` ranks of a node."""
         machine = self.source.question.machine
-        factor = slower(machine, axis, machine.group_of(layout.dividing, axis), few, one.crossing)
-        return among_more(one, near, axis, few, ranks, factor)
+        far = machine.group_of(layout.dividing, axis)
+        return slower(machine, axis, far, few, one.crossing, layout.whole_activations)
 
     def _in_chunks(self, costs: LayerCosts, layout: Layout) -> LayerCosts | None:
         """The costs with scores in chunks, which changes those of ranks that divide the model by their share; with

@@ -1,48 +1,59 @@
-"""Costs of a model divided as no program was made for: among ranks of several nodes, or along two axes together.
+"""Costs of a model divided as no program was made for: among fewer ranks, those of several nodes, or along two axes.
 
 Placements of operators take seconds to assign, and there are many such divisions. So their costs follow from those of
 the model divided along one axis inside a node: what a division divides, it divides further among more ranks, and what
-it sends takes as much longer as the collectives of its axis do. Layouts that are best by these estimates are priced
+it sends takes as much longer as the collectives of its axis do, in latencies and in bytes. Layouts that are best by these estimates are priced
 exactly like any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.group import Group
 from shardgraph.search.layer_costs import LayerCosts, Part
 
-_LEAST = 2**20  # bytes of a message whose time says how much faster one group of ranks is than another
+_LEAST = 2**20  # bytes of a message of a ring whose time says how much faster one group of ranks is than another
+_MANY = 2**50  # bytes beside whose time a latency is nothing
 _DIVIDED = ("saved", "parameters", "gathered", "reduced")
 _HALVES = ("forward", "backward")
 _PARTS = ("head", "layer", "tail")
 _AROUND = ("working", "crossing")
 
 
-def among_more(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many: int, slower: float) -> LayerCosts:
-    """The costs of a division along ``axis`` among ``many`` ranks, from those among ``few``; what it sends takes
-    ``slower`` times as long."""
-    if few == many and slower == 1:
+class Slower(NamedTuple):
+    """How many times as long collectives take in one group of ranks as in another: their latencies, and their bytes."""
+
+    latency: float
+    bandwidth: float
+
+
+def among(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many: int, slower: Slower) -> LayerCosts:
+    """The costs of a division along ``axis`` among ``many`` ranks, more or fewer, from those among ``few``; what it
+    sends takes ``slower`` times as long."""
+    if few == many and slower == (1, 1):
         return divided
     line = undivided.divided_by(many, divided, few)
 
     def part(one: Part, near: Part, far: Part) -> Part:
-        sent, waited = near.sent * slower, 0.0
+        latency, waited = near.latency * slower.latency, 0.0
+        sent = latency + (near.sent - near.latency) * slower.bandwidth
         halves = {}
         for half in _HALVES:
             whole, work = getattr(one, half), _work(one, near, half, few)
             exposed = getattr(near, half) - work
             work = max(0.0, whole + (work - whole) * (1 - 1 / many) / (1 - 1 / few))
-            # Attention hides what a ring passes on; all else waits for what is sent.
-            grown = sent / 2 - work if axis == "cp" else exposed + (sent - near.sent) / 2
-            halves[half] = work + max(exposed, grown)
-            waited += max(exposed, grown)
+            if axis == "cp":  # attention hides what a ring passes on; all else waits for what is sent
+                exposed = max(exposed, sent / 2 - work)
+            else:
+                exposed = max(0.0, exposed + (sent - near.sent) / 2)
+            halves[half] = work + exposed
+            waited += exposed
         # What attention hides of a ring's time is nothing to what faster links would save.
-        return far.positive._replace(sent=waited if axis == "cp" else sent, **halves)
+        return far.positive._replace(sent=waited if axis == "cp" else sent, latency=latency, **halves)
 
     changed: dict[str, Any] = {name: max(0.0, getattr(line, name)) for name in _AROUND}
     changed |= {name: part(*(getattr(costs, name) for costs in (undivided, divided, line))) for name in _PARTS}
@@ -56,6 +67,11 @@ def both(
 
     def ratio(one: float, divided: float) -> float:
         return divided / one if one else 1.0
+
+    def grown(seconds: float, latency: float, factor: float) -> float:
+        """What is sent takes less where there is less of it, but for latencies."""
+        fixed = min(latency, seconds)
+        return fixed + (seconds - fixed) * factor
 
     def held(one: float, a: float, b: float) -> float:
         """Each axis divides what the other leaves as it would all, but for what neither divides, such as scores that
@@ -73,8 +89,10 @@ def both(
             of_b = ratio(one.forward + one.backward, sum(work for _, work in works.values()))
         for half, (work, other) in works.items():
             exposed = getattr(a, half) - work, getattr(b, half) - other
-            fields[half] = work * ratio(getattr(one, half), other) + exposed[0] * of_b + exposed[1] * of_a
-        return one._replace(sent=a.sent * of_b + b.sent * of_a, **fields)
+            both_work = work * ratio(getattr(one, half), other)
+            fields[half] = both_work + grown(exposed[0], a.latency / 2, of_b) + grown(exposed[1], b.latency / 2, of_a)
+        sent = grown(a.sent, a.latency, of_b) + grown(b.sent, b.latency, of_a)
+        return one._replace(sent=sent, latency=a.latency + b.latency, **fields)
 
     every = undivided, outer, inner
     changed: dict[str, Any] = {name: part(*(getattr(costs, name) for costs in every)) for name in _PARTS}
@@ -85,19 +103,25 @@ def both(
     return replace(undivided, **changed)
 
 
-def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float) -> float:
+def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float, whole: bool = False) -> Slower:
     """How many times as long the collectives along ``axis`` take in the group ``far`` as among ``near`` ranks of a
-    node, or of as many nodes of one device, which send ``nbytes`` bytes of activations."""
-    whole = max(_LEAST, int(nbytes))
+    node, or of as many nodes of one device. A ring passes on a rank's part of ``nbytes`` bytes of activations; those
+    that are ``whole`` between products are reduced, others gathered and scattered."""
+    other = cluster.group_of(((axis, near),), axis)
+    if axis == "cp":
+        rings = [_ring_seconds(cluster, group, max(_LEAST, int(nbytes))) for group in (far, other)]
+        return Slower(1.0, rings[0] / rings[1])
+    operation = {"ep": "all_to_all_single", "tp": "all_reduce" if whole else "all_gather_into_tensor"}[axis]
+    latencies, seconds = (
+        [collective_seconds(operation, sent, sent, group, cluster.efficiency) for group in (far, other)]
+        for sent in (0, _MANY)
+    )
+    return Slower(latencies[0] / latencies[1] if latencies[1] else 1.0, seconds[0] / seconds[1])
 
-    def seconds(group: Group) -> float:
-        part = whole // group.ranks
-        if axis == "cp":  # a ring, of as many steps
-            return (group.ranks - 1) * collective_seconds("send", part, part, group, cluster.efficiency)
-        operation = "all_to_all_single" if axis == "ep" else "all_reduce"
-        return collective_seconds(operation, whole, whole, group, cluster.efficiency)
 
-    return seconds(far) / seconds(cluster.group_of(((axis, near),), axis))
+def _ring_seconds(cluster: Cluster, group: Group, nbytes: int) -> float:
+    part = nbytes // group.ranks
+    return (group.ranks - 1) * collective_seconds("send", part, part, group, cluster.efficiency)
 
 
 def _work(one: Part, divided: Part, half: str, ranks: int) -> float:

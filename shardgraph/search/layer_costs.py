@@ -20,6 +20,7 @@ from torch import fx
 
 from shardgraph.capture.stacks import Stack, layer_of
 from shardgraph.cost_models import compute
+from shardgraph.cost_models.collectives import collective_seconds
 from shardgraph.cost_models.timeline import COMPUTE, COPIES
 from shardgraph.ir import Parameter, placeholders
 from shardgraph.ir.attributes import CAST_OF, ROLE
@@ -42,7 +43,8 @@ class Part(NamedTuple):
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
     ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations, and
     ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are
-    the seconds of those collectives, in both halves. ``cast`` are the seconds to cast the rank's part of the parameters
+    the seconds of those collectives, in both halves, and ``latency`` those of them that they take whatever they send.
+    ``cast`` are the seconds to cast the rank's part of the parameters
     to the dtype that they are computed in, which is in neither half. ``saved`` are bytes kept for backward,
     ``parameters`` those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are
     computed with and ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
@@ -55,6 +57,7 @@ class Part(NamedTuple):
     called: float = 0.0
     called_back: float = 0.0
     sent: float = 0.0
+    latency: float = 0.0
     cast: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
@@ -67,14 +70,15 @@ class Part(NamedTuple):
         return Part(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
     def with_links_faster(self, factor: float) -> Part:
-        """The part with collectives along operator axes that take as much less time."""
-        saved = self.sent * (1 - 1 / factor)
+        """The part with collectives along operator axes whose bytes take as much less time."""
+        saved = (self.sent - self.latency) * (1 - 1 / factor)
         forward, backward = max(0.0, self.forward - saved / 2), max(0.0, self.backward - saved / 2)
         return self._replace(forward=forward, backward=backward, sent=self.sent - saved)
 
     def seconds(self, scale: float) -> tuple[float, float]:
         """Forward and backward of a microbatch that is ``scale`` times as large."""
-        started = min(self.started, self.forward), min(self.started_back, self.backward)
+        waited = self.latency / 2
+        started = min(self.started + waited, self.forward), min(self.started_back + waited, self.backward)
         return (
             max(self.called, started[0] + (self.forward - started[0]) * scale),
             max(self.called_back, started[1] + (self.backward - started[1]) * scale),
@@ -287,12 +291,24 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     spans = analysis.timeline.spans[: len(rows)]
     ends = [span.end for span in spans if span.task.stream == COMPUTE]
     middle = max((span.end for span in spans[:forward] if span.task.stream == COMPUTE), default=0.0)
-    sent = sum(row.seconds for row in rows if row.stream and row.stream not in COPIES)
+    collectives = [row for row in rows if row.stream and row.stream not in COPIES]
+    sent, latency = sum(row.seconds for row in collectives), _latency(program, analysis, collectives)
     backward = max(ends, default=0.0) - middle
     state = _state(program, sorted(program.trained))
     fixed = _fixed(program, rows[:forward], rows[forward:], analysis)
-    whole = state._replace(forward=middle - fixed["cast"], backward=backward, sent=sent, saved=saved, **fixed)
-    return whole, max(live, default=0) - saved
+    seconds = {"forward": middle - fixed["cast"], "backward": backward, "sent": sent, "latency": latency}
+    return state._replace(saved=saved, **seconds, **fixed), max(live, default=0) - saved
+
+
+def _latency(program: Program, analysis: Analysis, collectives: Iterable[Row]) -> float:
+    """Seconds that collectives take whatever they send; without messages of rings, which attention hides."""
+    mesh, cluster = program.plan.whole_mesh, analysis.cluster
+    kinds = Counter((row.operation.partition(".")[0], row.stream) for row in collectives)
+    return sum(
+        count * collective_seconds(operation, 0, 0, cluster.group_of(mesh, axis), cluster.efficiency)
+        for (operation, axis), count in kinds.items()
+        if operation != "send"
+    )
 
 
 def _state(program: Program, names: Iterable[str]) -> Part:
