@@ -24,6 +24,8 @@ def divided(ranks: int, sent: float, parameters: float = 1.0) -> LayerCosts:
         forward=LAYER.forward / ranks + sent / 2,
         backward=LAYER.backward / ranks + sent / 2,
         sent=sent,
+        exposed=sent / 2,
+        exposed_back=sent / 2,
         saved=LAYER.saved / ranks,
         **{name: getattr(LAYER, name) * parameters for name in ("parameters", "gathered", "reduced")},
     )
@@ -105,11 +107,21 @@ def test_among_fewer_ranks_latencies_and_bytes_shrink_apart():
     assert found.forward == pytest.approx(8.0 / 2 + 0.35 / 2)
 
 
+def test_computation_hides_as_large_a_part_of_less_that_is_sent_and_as_much_of_more():
+    """Half of the second that each half sends is hidden."""
+    half_hidden = divided(8, sent=1.0)
+    half_hidden = replace(half_hidden, layer=half_hidden.layer._replace(sent=2.0))
+    seconds = [among(costs(LAYER), half_hidden, "tp", 8, 8, Slower(1.0, factor)).layer.forward for factor in (0.5, 2.0)]
+    assert seconds == pytest.approx([1.0 + 0.25, 1.0 + 0.5 + 1.0])
+
+
 def test_latencies_do_not_grow_with_the_batch_and_other_axes_do_not_divide_them():
-    waits = LAYER._replace(forward=10.0, sent=4.0, latency=2.0)
-    assert waits.seconds(3.0) == pytest.approx((1.0 + 9.0 * 3, 1.0 + 15.0 * 3))
-    assert waits.with_links_faster(2).sent == pytest.approx(3.0)
+    waits = LAYER._replace(forward=10.0, sent=4.0, latency=2.0, exposed=2.0, exposed_back=1.0)
+    assert waits.seconds(3.0) == pytest.approx((1.0 + 9.0 * 3, 0.5 + 15.5 * 3))
+    faster = waits.with_links_faster(2)
+    assert (faster.sent, faster.forward, faster.exposed_back) == pytest.approx((3.0, 9.5, 0.75))
     outer = divided(2, sent=1.0)
     outer = replace(outer, layer=outer.layer._replace(latency=1.0))
-    found = both(costs(LAYER), "ep", outer, 2, divided(4, sent=2.0), 4)
-    assert found.layer.sent == pytest.approx(1.0 + 2.0 / 2) and found.layer.latency == 1.0
+    found = both(costs(LAYER), "ep", outer, 2, divided(4, sent=2.0), 4).layer
+    assert found.sent == pytest.approx(1.0 + 2.0 / 2) and found.latency == 1.0
+    assert found.forward == pytest.approx(8.0 / 8 + 0.5 + (2.0 / 2) / 2)

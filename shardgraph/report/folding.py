@@ -11,7 +11,6 @@ program must show that the layers are alike.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,6 @@ from shardgraph.capture.private_copy import private_copy
 from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
-from shardgraph.plans.annotations.match import matches
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.precision import dtype_of
 from shardgraph.report.update import MOST_COPIES
@@ -98,24 +96,6 @@ def _aligned(stack: Stack, head: int, period: int) -> Stack:
 
 def _is_long(stack: Stack) -> bool:
     return stack.period <= _PERIODS and stack.units > shallow(stack)[0][-1]
-
-
-def treats_alike(plan: Plan, model: nn.Module, stack: Stack) -> bool:
-    """Whether ``plan`` treats all layers of a kind of a stack of ``model`` equally."""
-    layers: list[set[object]] = [set() for _ in range(stack.layers)]
-    names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
-    rules = plan.recompute if not isinstance(plan.recompute, str) else ()
-    constraints: tuple[tuple[str, object], ...] = (*plan.annotations, *rules)
-    patterns = [pattern for pattern, _ in plan.parameters if pattern != "*"]
-    if patterns and plan.activations is not None:
-        return False  # its rules may name operations of layers that a copy with fewer does not have
-    for name in names if constraints or patterns else ():
-        if name.startswith(f"{stack.path}."):
-            number, _, rest = name.removeprefix(f"{stack.path}.").partition(".")
-            layers[int(number)] |= {(rest, *each) for each in constraints if matches(each[0], name)}
-            layers[int(number)] |= {(rest, pattern) for pattern in patterns if fnmatch.fnmatch(name, pattern)}
-    of_kinds = (layers[stack.head + kind :: stack.period] for kind in range(stack.period))
-    return all(layer == first for first, *others in of_kinds for layer in others)
 
 
 def merges_layers(plan: Plan, model: nn.Module, stack: Stack) -> bool:

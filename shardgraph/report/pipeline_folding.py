@@ -1,18 +1,22 @@
-"""Pipelines of many equal layers are analysed from two short ones, whose stages have one layer each and two; of layers
-of several kinds in turns, one unit of them each and two.
+"""Pipelines of many equal layers are analysed from short ones, whose stages have one layer each and two; of layers of
+several kinds in turns, one unit of them each and two.
 
 A stage's seconds and bytes grow by the same amount with every layer. The first stage also has what comes before the
 equal layers, and the last what comes after them, so a short pipeline has a first and a last, and one or two between
-them if the whole one has.
+them if the whole one has. Where some of a stage's layers are recomputed, one of them and one of the others take the
+place of one layer, and one more of each tells what each adds.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
+
+from torch import nn
 
 from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.schedules import StageCost, simulate_schedule
@@ -22,6 +26,13 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.report.folding import mark
 from shardgraph.report.pipeline import PipelineAnalysis, StageAnalysis
+from shardgraph.report.treatments import Treatment, annotated, treatments
+
+_SHORT = 3
+"""Stages of a short pipeline, as most have."""
+
+Unit = tuple[Treatment, ...]
+"""The treatments of the layers of a unit."""
 
 
 def units_of_stages(pipeline: Pipeline, stack: Stack) -> tuple[int, ...]:
@@ -39,32 +50,58 @@ def units_of_stages(pipeline: Pipeline, stack: Stack) -> tuple[int, ...]:
     return tuple(count // stack.period for count in layers) if whole else ()
 
 
-def short(plan: Plan, stack: Stack, units: int) -> tuple[Plan, int]:
-    """``plan`` with as few stages as its schedule allows, three if it has as many, each of so many units, and how many
-    these are together.
+def stages_of(plan: Plan, model: nn.Module, stack: Stack) -> list[tuple[Unit, ...]]:
+    """The units of a stack that each stage of ``plan`` has; empty if they are not to be analysed from a few."""
+    assert plan.pipeline is not None
+    counts, layers = units_of_stages(plan.pipeline, stack), treatments(plan, model, stack)
+    if not counts or layers is None:
+        return []
+    units = [tuple(layers[at : at + stack.period]) for at in range(stack.head, stack.layers, stack.period)]
+    ends = [0, *accumulate(counts)]
+    stages = [tuple(units[start:end]) for start, end in pairwise(ends)]
+    programs = {units for stage in stages for units in (_few(stage), *_one_more(stage))}
+    fewer = len(programs) <= 2 or _SHORT * sum(map(len, programs)) < stack.units
+    return stages if fewer else []
+
+
+def short(plan: Plan, model: nn.Module, stack: Stack, stage: Sequence[Unit]) -> tuple[Plan, int]:
+    """``plan`` with as few stages as its schedule allows, three if it has as many, each with the units of ``stage``,
+    and how many these are together.
 
     Schedules for several stages on a rank may not run three on three ranks, but four on two.
     """
     assert plan.pipeline is not None
     few = min(3, plan.pipeline.ranks)
     ranks, stages = (few, few) if find_schedule(plan.pipeline.schedule).most == 1 else (2, 4)
+    units = len(stage)
     balance = (stack.up_to(units), *(stages - 1) * [units * stack.period])
     microbatches = plan.pipeline.parts
     pipeline = replace(plan.pipeline, ranks=ranks, balance=balance, stages=(), microbatches=microbatches)
-    return replace(plan, pipeline=pipeline), units * stages
+    first = (treatments(plan, model, stack) or [])[: stack.head]
+    layers = [*first, *(layer for _ in range(stages) for unit in stage for layer in unit)]
+    annotations = annotated(plan, model, stack, layers)
+    return replace(plan, pipeline=pipeline, annotations=annotations), units * stages
 
 
 def extend_stages(
-    one: PipelineAnalysis, two: PipelineAnalysis, stack: Stack, units: Sequence[int], pipeline: Pipeline
+    analyse: Callable[[tuple[Unit, ...]], PipelineAnalysis],
+    stack: Stack,
+    stages: Sequence[tuple[Unit, ...]],
+    plan: Plan,
 ) -> PipelineAnalysis:
-    """The analysis of ``pipeline``, whose stages have ``units`` of ``stack``, from those of the short plans."""
-    beginnings = tuple(stack.unit(before)[0] for before in [*accumulate(units)][:-1])
-    pipeline = replace(pipeline, stages=beginnings, balance=())
-    last = len(units) - 1
-    stages = []
-    for number, count in enumerate(units):
-        at = 0 if number == 0 else -1 if number == last else 1
-        grown = _grown(one.stages[at], two.stages[at], count)
+    """The analysis of ``plan``, whose ``stages`` have these units of ``stack``; ``analyse`` gives that of a short plan
+    all of whose stages have the same units."""
+    assert plan.pipeline is not None
+    analyse = functools.cache(analyse)
+    beginnings = tuple(stack.unit(before)[0] for before in [*accumulate(map(len, stages))][:-1])
+    pipeline = replace(plan.pipeline, stages=beginnings, balance=())
+    last = len(stages) - 1
+    grown_stages = []
+    for number, units in enumerate(stages):
+        few, at = analyse(_few(units)), 0 if number == 0 else -1 if number == last else 1
+        grown = few.stages[at]
+        for more, count in _one_more(units).items():
+            grown = _grown(grown, few.stages[at], analyse(more).stages[at], count)
         rank = pipeline.rank_of(number)
         # Messages come from another rank: which stages share one differs from the short pipelines.
         forwarded = number > 0 and pipeline.rank_of(number - 1) != rank
@@ -73,25 +110,44 @@ def extend_stages(
             grown,
             number=number,
             rank=rank,
-            forwarded=forwarded * max(stage.forwarded for stage in one.stages),
-            returned=returned * max(stage.returned for stage in one.stages),
+            forwarded=forwarded * max(stage.forwarded for stage in few.stages),
+            returned=returned * max(stage.returned for stage in few.stages),
         )
-        stages.append(grown)
-    schedule = simulate_schedule(pipeline.order, [stage.cost for stage in stages], prefetch=pipeline.prefetch)
-    return replace(one, plan=replace(one.plan, pipeline=pipeline), stages=tuple(stages), schedule=schedule)
+        grown_stages.append(grown)
+    schedule = simulate_schedule(pipeline.order, [stage.cost for stage in grown_stages], prefetch=pipeline.prefetch)
+    whole = replace(few.plan, pipeline=pipeline, annotations=plan.annotations)
+    return replace(few, plan=whole, stages=tuple(grown_stages), schedule=schedule)
 
 
-def _grown(one: StageAnalysis, two: StageAnalysis, units: int) -> StageAnalysis:
-    def line(a: Any, b: Any) -> Any:
+def _few(stage: Sequence[Unit]) -> tuple[Unit, ...]:
+    """One of each of the equal units of a stage that follow each other."""
+    return tuple(unit for unit, _ in groupby(stage))
+
+
+def _one_more(stage: Sequence[Unit]) -> dict[tuple[Unit, ...], int]:
+    """The same with two of one of them, and how many more than one the stage has of it, if it has more."""
+    few, found = list(_few(stage)), {}
+    for place, (unit, equal) in enumerate(groupby(stage)):
+        if (count := len(list(equal))) > 1:
+            found[*few[:place], unit, *few[place:]] = count - 1
+    return found
+
+
+def _grown(stage: StageAnalysis, one: StageAnalysis, two: StageAnalysis, units: int) -> StageAnalysis:
+    """``stage`` with so many units more, of which each adds what ``two`` has more than ``one``."""
+
+    def line(start: Any, a: Any, b: Any) -> Any:
         if isinstance(a, StageCost):
-            return StageCost(**{name: line(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__})
+            names = a.__dataclass_fields__
+            return StageCost(**{name: line(*(getattr(each, name) for each in (start, a, b))) for name in names})
         if isinstance(a, dict):
-            return {key: line(a.get(key, 0), b.get(key, 0)) for key in a | b}
-        return None if a is None else a + (units - 1) * (b - a)
+            keys = start | a | b
+            return {key: line(*(each.get(key, 0) for each in (start, a, b))) for key in keys}
+        return None if a is None else start + units * (b - a)
 
     names = {each.name for each in fields(one)} - {"number", "rank", "rows", "forwarded", "returned"}
-    values = {name: line(getattr(one, name), getattr(two, name)) for name in names}
-    return replace(one, rows=(*one.rows, *(units - 1) * tuple(_added(one.rows, two.rows))), **values)
+    values = {name: line(*(getattr(each, name) for each in (stage, one, two))) for name in names}
+    return replace(stage, rows=(*stage.rows, *units * tuple(_added(one.rows, two.rows))), **values)
 
 
 def _added(few: Sequence[Row], many: Sequence[Row]) -> Iterator[Row]:

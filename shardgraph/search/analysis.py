@@ -14,7 +14,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, merges_layers, numbers_for
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.report.pipeline_folding import extend_stages, short, units_of_stages
+from shardgraph.report.pipeline_folding import Unit, extend_stages, short, stages_of
 from shardgraph.search.source import Source
 from shardgraph.search.symbolic import Symbolic, symbolic
 
@@ -52,18 +52,21 @@ def analyze_pipeline_source(source: Source) -> PipelineAnalysis:
 
 
 def _of_pipeline(source: Source) -> PipelineAnalysis:
-    plan, stack = source.plan, source.stack
+    plan, stack, model = source.plan, source.stack_but_for_annotations, source.question.model
     assert plan.pipeline is not None
-    units = units_of_stages(plan.pipeline, stack) if stack is not None else ()
-    if stack is not None and units:
-        try:
-            depths = source.depths_of(stack)
-            plans = (short(plan, stack, each) for each in (1, 2))
-            one, two = (_stages(source.at(depths, few, shorter), plan) for shorter, few in plans)
-            return extend_stages(one, two, stack, units, plan.pipeline)
-        except (PlanError, CaptureError):
-            pass  # its schedule cannot run fewer stages, or the model does not fold
-    return _stages(source, plan)
+    stages = stages_of(plan, model, stack) if stack is not None else []
+    if stack is None or not stages:
+        return _stages(source, plan)
+    depths = source.depths_of(stack)
+
+    def analyse(units: tuple[Unit, ...]) -> PipelineAnalysis:
+        shorter, few = short(plan, model, stack, units)
+        return _stages(source.at(depths, few, shorter), plan)
+
+    try:
+        return extend_stages(analyse, stack, stages, plan)
+    except (PlanError, CaptureError):  # its schedule cannot run fewer stages, or the model does not fold
+        return _stages(source, plan)
 
 
 def _stages(source: Source, whole: Plan) -> PipelineAnalysis:

@@ -233,6 +233,7 @@ class Finals:
         if self._best is None and fitting and not any(self._priced.values()):
             self._price(fitting[0][0], whole=True)
         self._price_schedules(fitting)
+        self._price_divided(fitting)
 
     def _price_schedules(self, fitting: Sequence[Estimated]) -> None:
         """Price, inside a node, the layout with the best estimate of each schedule that is close to the best price: of
@@ -246,6 +247,21 @@ class Finals:
             if layout.stages > 1 and layout.schedule not in priced and self._is_possible(layout, guess):
                 self._price(layout)
                 priced.add(layout.schedule)
+
+    def _price_divided(self, fitting: Sequence[Estimated]) -> None:
+        """Price the layout with the best estimate of each division of operators that may be the fastest; of deep models
+        if that waits for many messages, whose number follows from that of the most ranks, of whose placements it is,
+        and may be the fastest if it waits for none."""
+        priced = {(layout.stages, layout.dividing) for layout in self._priced}
+        for layout, guess in fitting if self._best is not None else ():
+            if layout.degree == 1 or (layout.stages, layout.dividing) in priced or self._limit.over:
+                continue
+            waiting = self._estimates.costs(layout).whole.waiting if self._deep else 0.0
+            if self._deep and waiting < _WAITS:
+                continue
+            if self._least(layout, guess) * (1 - waiting) < self.fastest and self._is_possible(layout, guess):
+                self._price(layout)
+                priced.add((layout.stages, layout.dividing))
 
     def _is_possible(self, layout: Layout, guess: Estimate) -> bool:
         """Whether a layout that may fit is worth a price: it may have stages, and saves no memory needlessly."""
@@ -578,7 +594,8 @@ class Finals:
 
 def _kind(layout: Layout) -> tuple[object, ...]:
     """Equal for layouts whose estimates of memory are off alike."""
-    return layout.stages > 1, layout.zero_bubble, layout.tp * layout.cp > 1, layout.recompute, layout.offload
+    how = layout.zero_bubble, layout.recompute, layout.offload, layout.data
+    return layout.stages > 1, layout.tp * layout.cp > 1, *how
 
 
 def _of_copies(layout: Layout) -> tuple[str, bool]:

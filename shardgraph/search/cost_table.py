@@ -205,7 +205,8 @@ def _shrinks(one: LayerCosts, divided: LayerCosts, degree: int) -> bool:
     whole, mine = (costs.layer if costs.layers else costs.whole for costs in (one, divided))
     started = whole.started + whole.started_back
     expected = started + (whole.forward + whole.backward - started) / degree
-    return mine.forward + mine.backward - mine.sent <= _UNDIVIDED * expected
+    computation = mine.forward + mine.backward - mine.exposed - mine.exposed_back
+    return computation <= _UNDIVIDED * expected
 
 
 def program_of(source: Source, plan: Plan) -> tuple[Program, Analysis]:

@@ -19,7 +19,7 @@ from shardgraph.search.layer_costs import LayerCosts, Part
 _LEAST = 2**20  # bytes of a message of a ring whose time says how much faster one group of ranks is than another
 _MANY = 2**50  # bytes beside whose time a latency is nothing
 _DIVIDED = ("saved", "parameters", "gathered", "reduced")
-_HALVES = ("forward", "backward")
+_HALVES = {"forward": "exposed", "backward": "exposed_back"}
 _PARTS = ("head", "layer", "tail")
 _AROUND = ("working", "crossing")
 
@@ -39,21 +39,18 @@ def among(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many:
     line = undivided.divided_by(many, divided, few)
 
     def part(one: Part, near: Part, far: Part) -> Part:
-        latency, waited = near.latency * slower.latency, 0.0
+        latency = near.latency * slower.latency
         sent = latency + (near.sent - near.latency) * slower.bandwidth
-        halves = {}
-        for half in _HALVES:
-            whole, work = getattr(one, half), _work(one, near, half, few)
-            exposed = getattr(near, half) - work
-            work = max(0.0, whole + (work - whole) * (1 - 1 / many) / (1 - 1 / few))
+        fields = {"sent": sent, "latency": latency}
+        for half, exposed in _HALVES.items():
+            whole, waits = getattr(one, half), getattr(near, exposed)
+            work = max(0.0, whole + (getattr(near, half) - waits - whole) * (1 - 1 / many) / (1 - 1 / few))
             if axis == "cp":  # attention hides what a ring passes on; all else waits for what is sent
-                exposed = max(exposed, sent / 2 - work)
-            else:
-                exposed = max(0.0, exposed + (sent - near.sent) / 2)
-            halves[half] = work + exposed
-            waited += exposed
-        # What attention hides of a ring's time is nothing to what faster links would save.
-        return far.positive._replace(sent=waited if axis == "cp" else sent, latency=latency, **halves)
+                waits = max(waits, sent / 2 - work)
+            else:  # computation hides as much of what is added as it does, and as large a part of what is left
+                waits = waits + (sent - near.sent) / 2 if sent >= near.sent else waits * sent / near.sent
+            fields |= {half: work + waits, exposed: waits}
+        return far.positive._replace(**fields)
 
     changed: dict[str, Any] = {name: max(0.0, getattr(line, name)) for name in _AROUND}
     changed |= {name: part(*(getattr(costs, name) for costs in (undivided, divided, line))) for name in _PARTS}
@@ -68,10 +65,9 @@ def both(
     def ratio(one: float, divided: float) -> float:
         return divided / one if one else 1.0
 
-    def grown(seconds: float, latency: float, factor: float) -> float:
-        """What is sent takes less where there is less of it, but for latencies."""
-        fixed = min(latency, seconds)
-        return fixed + (seconds - fixed) * factor
+    def grown(seconds: float, latent: float, factor: float) -> float:
+        """What is sent takes less where there is less of it, but for latencies, a part of its seconds."""
+        return seconds * (latent + (1 - latent) * factor)
 
     def held(one: float, a: float, b: float) -> float:
         """Each axis divides what the other leaves as it would all, but for what neither divides, such as scores that
@@ -83,15 +79,15 @@ def both(
 
     def part(one: Part, a: Part, b: Part) -> Part:
         fields = {name: held(*(getattr(each, name) for each in (one, a, b))) for name in _DIVIDED}
-        works = {half: (_work(one, a, half, outer_ranks), _work(one, b, half, inner_ranks)) for half in _HALVES}
+        works = {half: [getattr(each, half) - getattr(each, waits) for each in (a, b)] for half, waits in _HALVES.items()}
         of_a, of_b = ratio(one.saved, a.saved), ratio(one.saved, b.saved)
         if axis == "cp":  # a ring passes on a rank's keys and values, whatever is saved of them
-            of_b = ratio(one.forward + one.backward, sum(work for _, work in works.values()))
-        for half, (work, other) in works.items():
-            exposed = getattr(a, half) - work, getattr(b, half) - other
-            both_work = work * ratio(getattr(one, half), other)
-            fields[half] = both_work + grown(exposed[0], a.latency / 2, of_b) + grown(exposed[1], b.latency / 2, of_a)
-        sent = grown(a.sent, a.latency, of_b) + grown(b.sent, b.latency, of_a)
+            of_b = ratio(one.forward + one.backward, sum(other for _, other in works.values()))
+        for half, exposed in _HALVES.items():
+            work, other = works[half]
+            waits = grown(getattr(a, exposed), a.latent, of_b) + grown(getattr(b, exposed), b.latent, of_a)
+            fields |= {half: work * ratio(getattr(one, half), other) + waits, exposed: waits}
+        sent = grown(a.sent, a.latent, of_b) + grown(b.sent, b.latent, of_a)
         return one._replace(sent=sent, latency=a.latency + b.latency, **fields)
 
     every = undivided, outer, inner
@@ -122,8 +118,3 @@ def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float, wh
 def _ring_seconds(cluster: Cluster, group: Group, nbytes: int) -> float:
     part = nbytes // group.ranks
     return (group.ranks - 1) * collective_seconds("send", part, part, group, cluster.efficiency)
-
-
-def _work(one: Part, divided: Part, half: str, ranks: int) -> float:
-    """Seconds of a half of a divided part without what waits for collectives, but at least an equal share."""
-    return min(getattr(divided, half), max(getattr(divided, half) - divided.sent / 2, getattr(one, half) / ranks))

@@ -187,7 +187,7 @@ class _Estimate:
         backward += self._copies(part, again) + self._copies(part, reductions)
         first = 0.0 if staged else self._gather(self.costs.head)
         last = self._reduction(self.costs.head) if reductions else 0.0
-        return self._beside(forward, gathers, first), self._beside(backward, again + reductions, last)
+        return self._beside(part, forward, gathers, first), self._beside(part, backward, again + reductions, last)
 
     def _cast_again(self, part: Part) -> float:
         """Seconds to cast in backward what is gathered again."""
@@ -196,15 +196,24 @@ class _Estimate:
         started = compute.seconds(self.cluster.device, "pointwise", "", 0.0, 0.0)
         return part.cast / self.layout.shards + part.tensors * started
 
-    def _beside(self, computation: float, communication: float, end: float) -> float:
-        """Seconds of a half whose communication overlaps with computation, but for the first or the last of it: a
-        layer's share, or what the ``end`` of the model takes if that is more. It slows computation, unless that waits
-        for copies of activations."""
+    def _beside(self, part: Part, computation: float, communication: float, end: float) -> float:
+        """Seconds of a half of a part whose communication overlaps with computation, but for the first or the last of
+        it: a layer's share, or what the ``end`` of the model takes if that is more. It slows computation while that
+        does not wait for copies of activations, and delays collectives along operator axes on the same link."""
         alone = min(communication, max(communication / (self.costs.layers + 1), end))
         overlap = self._overlap
-        slowed = 0.0 if self.layout.offloads_activations else (1 - overlap) * communication
+        slowed = max(0.0, (1 - overlap) * communication - part.copied / 2)
+        if self._on_one_link and (whole := part.forward + part.backward):
+            slowed += communication * min(1.0, part.sent / whole)
         awaited = self.cluster.sync if communication else 0.0  # the first or the last
         return max(computation + slowed, communication) + overlap * alone + awaited
+
+    @cached_property
+    def _on_one_link(self) -> bool:
+        """Whether data ranks and those that divide operators take turns on a link."""
+        data = self._group("dp_replicate"), self._group(self._sharding)
+        operators = [self._group(axis) for axis, _ in self.layout.dividing]
+        return bool({each.where for each in data if each} & {each.where for each in operators if each})
 
     @cached_property
     def _overlap(self) -> float:

@@ -144,7 +144,7 @@ class Estimates:
         """What no layout has, though a plan may, and why."""
         if self._pipelines and self._blocks[0] > 1:
             yield (
-                "not searched with stages: layers of which some are recomputed or kept gathered, "
+                "not searched with stages: layers of which some are kept gathered or save in host memory, "
                 "operators divided over several nodes, or with whole activations between them, since pipelines "
                 "take longest to price: ask for them in the plan"
             )
@@ -178,7 +178,7 @@ class Estimates:
             if (costs := self._costs.of(known, links)) is None:
                 return None
             if layout.full and (whole := self._costs.of(replace(known, recompute="full"), links)) is not None:
-                costs = costs.with_some_as(whole, layout.full)
+                costs = costs.with_some_as(whole, min(costs.layers, layout.full * layout.stages * layout.chunks))
             if layout.stages > 1 and self._stack is None:
                 costs = costs.in_blocks(*self._blocks)
             guesses.append(estimate(known, costs, machine, self._question.optimizer))
@@ -200,12 +200,13 @@ class Estimates:
             guess = self.again(layout.with_layers(layers), machine)
             return guess is not None and guess.memory + more <= self._budget
 
-        numbers = range(self._layers + 1)
+        step = 1 if self._stack is None or layout.stages == 1 else self._stack.period
+        numbers = range(0, -(-self._layers // (layout.stages * layout.chunks)) + step, step)
         if layout.full or layout.away:
-            layers = bisect_left(numbers, True, key=fits)
+            place = bisect_left(numbers, True, key=fits)
         else:
-            layers = bisect_left(numbers, True, key=lambda number: not fits(number)) - 1
-        return layout.with_layers(layers) if layers in numbers else None
+            place = bisect_left(numbers, True, key=lambda number: not fits(number)) - 1
+        return layout.with_layers(numbers[place]) if 0 <= place < len(numbers) else None
 
     def _with_smaller(self, estimated: Sequence[Estimated], machine: Cluster) -> list[Estimated]:
         """These, and of those that do not fit, or leave room, layouts that differ from them only in what is held."""
@@ -289,13 +290,13 @@ class Estimates:
         kept gathered, and the others are not, where those that treat all alike are slower or do not fit."""
         best = _WORTHWHILE * self._best_of(estimated)
         seeds = [seed for pair in estimated for seed in self._seeds(pair, best, machine)]
-        if seeds and not self._may_be_mixed:
+        if not self._may_be_mixed and any(seed.stages == 1 for seed in seeds):
             self.remarks[
-                f"the {self._layers} equal layers are treated alike: where they are not, all of them are priced one by "
-                f"one, which is done for up to {FEW}; annotations of some (recompute(), keep_gathered()) hold in every "
-                "layout"
+                f"the {self._layers} equal layers are treated alike, but in stages: where they are not, all of them "
+                f"are priced one by one, which is done for up to {FEW}; annotations of some (recompute(), "
+                "keep_gathered()) hold in every layout"
             ] = None
-            return []
+            seeds = [seed for seed in seeds if seed.stages > 1]
         mixed = (self.fitted(layout, machine) for layout in seeds)
         fitting = (layout for layout in mixed if layout is not None and layout.mixed)
         found = self._guesses((layout for layout in fitting if self._fits_host(layout, machine)), machine)
@@ -310,15 +311,17 @@ class Estimates:
         """Layouts with one layer that is treated otherwise than in this one, if enough of them may bring less than
         ``best`` seconds per sample."""
         layout, guess = pair
-        if not self._layers or layout.stages > 1:
+        if not self._layers:
             return
         if guess.memory > self._budget:
             if layout.recompute == "full" or layout.offload or per_sample(pair) >= best:
                 return
             if "full" in self._recomputations:
                 yield replace(layout, full=1)
-            if self._may_offload(machine):
+            if layout.stages == 1 and self._may_offload(machine):
                 yield replace(layout, away=1)
+        elif layout.stages > 1:
+            return
         elif layout.data == "fsdp" and layout.shard > layout.ep == 1 and per_sample(pair) < best * _GATHERED_AGAIN:
             all_kept = replace(layout, kept=self._layers)
             if (least := self.again(all_kept, machine)) is not None and per_sample((all_kept, least)) < best:

@@ -43,8 +43,9 @@ class Part(NamedTuple):
     ``forward`` and ``backward`` are seconds of the two halves, with what collectives along operator axes add to them;
     ``started`` and ``started_back`` are those of them that a microbatch of any size takes, to start operations, and
     ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are
-    the seconds of those collectives, in both halves, and ``latency`` those of them that they take whatever they send.
-    ``cast`` are the seconds to cast the rank's part of the parameters
+    the seconds of those collectives, in both halves, ``latency`` those of them that they take whatever they send, and
+    ``exposed`` and ``exposed_back`` those for which computation waits, as it does for copies of activations for
+    ``copied`` seconds of both halves. ``cast`` are the seconds to cast the rank's part of the parameters
     to the dtype that they are computed in, which is in neither half. ``saved`` are bytes kept for backward,
     ``parameters`` those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are
     computed with and ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
@@ -58,6 +59,9 @@ class Part(NamedTuple):
     called_back: float = 0.0
     sent: float = 0.0
     latency: float = 0.0
+    exposed: float = 0.0
+    exposed_back: float = 0.0
+    copied: float = 0.0
     cast: float = 0.0
     saved: float = 0.0
     parameters: float = 0.0
@@ -71,17 +75,34 @@ class Part(NamedTuple):
 
     def with_links_faster(self, factor: float) -> Part:
         """The part with collectives along operator axes whose bytes take as much less time."""
-        saved = (self.sent - self.latency) * (1 - 1 / factor)
-        forward, backward = max(0.0, self.forward - saved / 2), max(0.0, self.backward - saved / 2)
-        return self._replace(forward=forward, backward=backward, sent=self.sent - saved)
+        less = (1 - self.latent) * (1 - 1 / factor)
+        saved, saved_back = self.exposed * less, self.exposed_back * less
+        return self._replace(
+            forward=max(0.0, self.forward - saved),
+            backward=max(0.0, self.backward - saved_back),
+            sent=self.sent - (self.sent - self.latency) * (1 - 1 / factor),
+            exposed=self.exposed - saved,
+            exposed_back=self.exposed_back - saved_back,
+        )
+
+    @property
+    def latent(self) -> float:
+        """The part of the seconds of collectives that does not depend on what is sent."""
+        return min(1.0, max(0.0, self.latency / self.sent)) if self.sent > 0 else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """The part of its time in which computation waits for that."""
+        whole = self.forward + self.backward
+        return (self.exposed + self.exposed_back) * self.latent / whole if whole else 0.0
 
     def seconds(self, scale: float) -> tuple[float, float]:
         """Forward and backward of a microbatch that is ``scale`` times as large."""
-        waited = self.latency / 2
-        started = min(self.started + waited, self.forward), min(self.started_back + waited, self.backward)
+        fixed = min(self.started + self.exposed * self.latent, self.forward)
+        fixed_back = min(self.started_back + self.exposed_back * self.latent, self.backward)
         return (
-            max(self.called, started[0] + (self.forward - started[0]) * scale),
-            max(self.called_back, started[1] + (self.backward - started[1]) * scale),
+            max(self.called, fixed + (self.forward - fixed) * scale),
+            max(self.called_back, fixed_back + (self.backward - fixed_back) * scale),
         )
 
     @property
@@ -291,13 +312,29 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     spans = analysis.timeline.spans[: len(rows)]
     ends = [span.end for span in spans if span.task.stream == COMPUTE]
     middle = max((span.end for span in spans[:forward] if span.task.stream == COMPUTE), default=0.0)
-    collectives = [row for row in rows if row.stream and row.stream not in COPIES]
-    sent, latency = sum(row.seconds for row in collectives), _latency(program, analysis, collectives)
     backward = max(ends, default=0.0) - middle
+    collectives = [row for row in rows if row.stream and row.stream not in COPIES]
     state = _state(program, sorted(program.trained))
     fixed = _fixed(program, rows[:forward], rows[forward:], analysis)
-    seconds = {"forward": middle - fixed["cast"], "backward": backward, "sent": sent, "latency": latency}
-    return state._replace(saved=saved, **seconds, **fixed), max(live, default=0) - saved
+    exposed, exposed_back = _exposed(rows[:forward], middle), _exposed(rows[forward:], backward)
+    whole = state._replace(
+        forward=middle - fixed["cast"],
+        backward=backward,
+        sent=sum(row.seconds for row in collectives),
+        latency=_latency(program, analysis, collectives),
+        exposed=exposed,
+        exposed_back=exposed_back,
+        copied=max(0.0, middle + backward - exposed - exposed_back - sum(row.seconds for row in rows if not row.stream)),
+        saved=saved,
+        **fixed,
+    )
+    return whole, max(live, default=0) - saved
+
+
+def _exposed(rows: Iterable[Row], seconds: float) -> float:
+    """Of the seconds of a half those in which only collectives run."""
+    sent = sum(row.seconds for row in rows if row.stream and row.stream not in COPIES)
+    return min(sent, max(0.0, seconds - sum(row.seconds for row in rows if not row.stream)))
 
 
 def _latency(program: Program, analysis: Analysis, collectives: Iterable[Row]) -> float:

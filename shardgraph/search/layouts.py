@@ -33,11 +33,11 @@ class Layout:
     ``whole_activations``; ``cp`` ranks share a batch, each with a part of its sequences; ``ep`` ranks have batches
     of their own, and a part of the experts each. A data rank computes ``microbatches`` of ``batch`` samples in a step;
     without stages it may add up their gradients ``once``, before they are reduced.
-    Of the model's equal layers the first ``full`` are recomputed whole, whatever ``recompute`` says of the others, the
-    parameters of the last ``kept`` stay gathered for backward where ``data`` gathers them again, and what ``away`` of
-    them save, as far from each other as can be, is in host memory until backward needs it. Scores of a
-    loss over a large vocabulary exist in chunks of ``chunked`` bytes, if that is not 0. ``offload`` is the name of what
-    is kept in host memory (:meth:`Offload.of`), if anything is.
+    Of the model's equal layers, or of those of each stage, the first ``full`` are recomputed whole, whatever
+    ``recompute`` says of the others, the parameters of the last ``kept`` stay gathered for backward where ``data``
+    gathers them again, and what ``away`` of them save, as far from each other as can be, is in host memory until
+    backward needs it. Scores of a loss over a large vocabulary exist in chunks of ``chunked`` bytes, if that is not 0.
+    ``offload`` is the name of what is kept in host memory (:meth:`Offload.of`), if anything is.
     """
 
     stages: int = 1

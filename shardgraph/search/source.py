@@ -16,7 +16,8 @@ from shardgraph.ir import JointGraph
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import find_stack, treats_alike, unlike
+from shardgraph.report.folding import find_stack, unlike
+from shardgraph.report.treatments import treats_alike
 from shardgraph.search.decide import decide
 from shardgraph.search.depths import PLACED, Depths
 from shardgraph.search.question import Question
@@ -65,6 +66,11 @@ class Source:
         stack = self.stack_of_equal_layers
         searches = self.depths is not None
         return None if stack is not None and not searches and unlike(self.question.model, stack) else stack
+
+    @property
+    def stack_but_for_annotations(self) -> Stack | None:
+        """The same if annotations may tell equal layers apart."""
+        return replace(self, question=replace(self.question, plan=replace(self.plan, annotations=()))).stack
 
     @property
     def stack_of_equal_layers(self) -> Stack | None:
