@@ -115,6 +115,12 @@ def test_computation_hides_as_large_a_part_of_less_that_is_sent_and_as_much_of_m
     assert seconds == pytest.approx([1.0 + 0.25, 1.0 + 0.5 + 1.0])
 
 
+def test_a_part_that_sends_nothing_but_for_rounding_waits_for_nothing():
+    known = divided(8, sent=0.0)
+    known = replace(known, layer=known.layer._replace(latency=1e-19))
+    assert among(costs(LAYER), known, "tp", 8, 2, Slower(0.1, 0.6)).layer.forward == pytest.approx(8.0 / 2)
+
+
 def test_latencies_do_not_grow_with_the_batch_and_other_axes_do_not_divide_them():
     waits = LAYER._replace(forward=10.0, sent=4.0, latency=2.0, exposed=2.0, exposed_back=1.0)
     assert waits.seconds(3.0) == pytest.approx((1.0 + 9.0 * 3, 0.5 + 15.5 * 3))

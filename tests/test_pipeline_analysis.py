@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import shardgraph
-from shardgraph import Pipeline, PlanError, preset
+from shardgraph import Pipeline, PlanError, preset, recompute
 from shardgraph.capture.stacks import Stack
 from shardgraph.report.pipeline import PipelineAnalysis
 from shardgraph.report.pipeline_folding import extend_stages, units_of_stages
@@ -191,6 +192,36 @@ def test_a_pipeline_of_equal_layers_is_analysed_from_two_short_ones_with_the_sam
     assert folded.peak_memory == whole.peak_memory and folded.flops == whole.flops
     assert folded.time.total == pytest.approx(whole.time.total, rel=1e-4)
     assert folded.plan.pipeline == whole.plan.pipeline
+
+
+@pytest.mark.parametrize(
+    ("names", "pipeline", "lengths"),
+    [
+        pytest.param(
+            ["[0-2]", "10", "11", "20", "21"], Pipeline(8, balance=(10, 10, 10, 10)), [2, 3, 3, 1, 2], id="first",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["*[05].1"], Pipeline(8, "zbv", balance=(5,) * 8), [2, 3], id="part of a layer"),
+        pytest.param(["[5-9]"], Pipeline(8, balance=(5, 5, 15, 15)), [1, 2, 1, 2], id="all of a stage", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_so_is_one_whose_stages_recompute_some_of_their_layers(names, pipeline, lengths, monkeypatch):
+    """A short pipeline has one of each kind of layers, and one more of one of them; or another of a kind alone."""
+    search, analysed = importlib.import_module("shardgraph.search.analysis"), []
+
+    def extended(analyse, *given):
+        return extend_stages(lambda units: analysed.append(len(units)) or analyse(units), *given)
+
+    monkeypatch.setattr(search, "extend_stages", extended)
+    wanted = preset("pp", {"pp": 4}, pipeline)
+    wanted = replace(wanted, annotations=tuple((f"layers.{name}", recompute()) for name in names))
+    with torch.device("meta"):
+        model, x = OfKinds(40 * "a"), torch.zeros(64, 512)
+    short, whole = (shardgraph.analyze(model, (x,), wanted, cluster=toy_cluster(), fold=fold) for fold in (True, False))
+    assert analysed == lengths
+    assert short.peak_memory == whole.peak_memory and short.flops == whole.flops
+    assert short.time.total == pytest.approx(whole.time.total, rel=1e-4)
+    assert (short.plan.pipeline, short.plan.annotations) == (whole.plan.pipeline, whole.plan.annotations)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import shardgraph
 from shardgraph import Offload, keep_gathered, offload, precision, recompute, replicate, reshard, save
@@ -22,6 +23,7 @@ from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.device import Host, Link, Rate
 from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.nn import MoE
+from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.plans.remembered import remembered
 from shardgraph.report.analysis import Analysis
@@ -68,7 +70,7 @@ def deep(layers: int = 12) -> dict[str, object]:
         "model": Deep(layers).to("meta"),
         "example_inputs": (torch.zeros(8, 32, device="meta"),),
         "example_kwargs": kwargs,
-        "loss_fn": lambda output, target: output * target.mean(),
+        "loss_fn": lambda output, target: output,
     }
 
 
@@ -363,6 +365,30 @@ def test_layers_that_are_not_treated_alike_are_those_behind_the_first_ones():
     assert [pattern for pattern, _ in again.annotations] == ["layers.[3-4]"]
     kept = mixed(plan, Layout(shard=2, kept=7), stack)
     assert [pattern for pattern, _ in kept.parameters] == ["*", "layers.[3-9].*"]
+
+
+def test_of_a_pipeline_they_are_the_first_ones_of_each_stage():
+    plan = shardgraph.preset("pp", {"pp": 2}, Pipeline(4, balance=(6, 4), ranks=2))
+    again = mixed(plan, Layout(stages=2, full=2), Stack("layers", 10, head=3))
+    assert [pattern for pattern, _ in again.annotations] == ["layers.[3-4]", "layers.[6-7]"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_some_layers_of_each_stage_are_recomputed_where_all_or_none_would_be_slower():
+    config = llama(16).config
+    call = {"model": llama(16), "example_kwargs": text(8), "cluster": toy_cluster()}
+    found = shardgraph.plan(**call, devices=2, mesh={"pp": 2}, global_batch=8, memory=5_904_128)
+    best, *others = found.considered
+    assert best.recompute == "some" and found.annotations
+    assert all(other.per_sample > best.per_sample for other in others if other.fits)
+    assert {other.recompute for other in others if other.fits} > {"some"}
+    whole = shardgraph.analyze(**call, plan=found, fold=False)
+    assert (best.memory, best.seconds) == (whole.peak_memory, pytest.approx(whole.time.total))
+    torch.manual_seed(0)
+    call["example_kwargs"] = {name: torch.arange(8 * 16).view(8, 16) % 61 for name in call["example_kwargs"]}
+    report = shardgraph.verify(**{**call, "model": LlamaForCausalLM(config)}, plan=found, fp64=True)
+    assert report.ok, str(report)
 
 
 def test_layers_that_save_in_host_memory_are_far_from_each_other():

@@ -39,16 +39,16 @@ def among(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many:
     line = undivided.divided_by(many, divided, few)
 
     def part(one: Part, near: Part, far: Part) -> Part:
-        latency = near.latency * slower.latency
-        sent = latency + (near.sent - near.latency) * slower.bandwidth
-        fields = {"sent": sent, "latency": latency}
+        factor = near.latent * slower.latency + (1 - near.latent) * slower.bandwidth
+        sent = near.sent * factor
+        fields = {"sent": sent, "latency": near.latency * slower.latency}
         for half, exposed in _HALVES.items():
             whole, waits = getattr(one, half), getattr(near, exposed)
             work = max(0.0, whole + (getattr(near, half) - waits - whole) * (1 - 1 / many) / (1 - 1 / few))
             if axis == "cp":  # attention hides what a ring passes on; all else waits for what is sent
                 waits = max(waits, sent / 2 - work)
             else:  # computation hides as much of what is added as it does, and as large a part of what is left
-                waits = waits + (sent - near.sent) / 2 if sent >= near.sent else waits * sent / near.sent
+                waits = waits + (sent - near.sent) / 2 if factor > 1 else waits * factor
             fields |= {half: work + waits, exposed: waits}
         return far.positive._replace(**fields)
 
