@@ -198,13 +198,22 @@ def test_a_pipeline_of_equal_layers_is_analysed_from_two_short_ones_with_the_sam
     ("names", "pipeline", "lengths"),
     [
         pytest.param(
-            ["[0-2]", "10", "11", "20", "21"], Pipeline(8, balance=(10, 10, 10, 10)), [2, 3, 3, 1, 2], id="first",
+            ["[0-2]", "10", "11", "20", "21"],
+            Pipeline(8, balance=(10, 10, 10, 10)),
+            [2, 3, 3, 1, 2],
+            id="first ones of some stages",
             marks=pytest.mark.slow,
         ),
         pytest.param(["*[05].1"], Pipeline(8, "zbv", balance=(5,) * 8), [2, 3], id="part of a layer"),
-        pytest.param(["[5-9]"], Pipeline(8, balance=(5, 5, 15, 15)), [1, 2, 1, 2], id="all of a stage", marks=pytest.mark.slow),
+        pytest.param(
+            ["[5-9]"],
+            Pipeline(8, balance=(5, 5, 15, 15)),
+            [1, 2, 1, 2],
+            id="all of a stage",
+            marks=pytest.mark.slow,
+        ),
     ],
-)  # fmt: skip
+)
 def test_so_is_one_whose_stages_recompute_some_of_their_layers(names, pipeline, lengths, monkeypatch):
     """A short pipeline has one of each kind of layers, and one more of one of them; or another of a kind alone."""
     search, analysed = importlib.import_module("shardgraph.search.analysis"), []

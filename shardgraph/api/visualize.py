@@ -34,8 +34,8 @@ from shardgraph.plans.remembered import annotated
 from shardgraph.plans.shards import named_shapes
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import SHALLOW, shortened, stack_of_forms
-from shardgraph.report.treatments import treats_alike
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
+from shardgraph.report.treatments import treats_alike
 from shardgraph.search.front import Front
 from shardgraph.search.machine import machine_for
 from shardgraph.tracking.trace import MemoryTrace

@@ -49,9 +49,7 @@ def treatments(plan: Plan, model: nn.Module, stack: Stack) -> list[Treatment] | 
     return [tuple(each) for each in found] if treats_alike(replace(plan, annotations=()), model, stack) else None
 
 
-def annotated(
-    plan: Plan, model: nn.Module, stack: Stack, layers: Sequence[Treatment]
-) -> tuple[Annotated, ...]:
+def annotated(plan: Plan, model: nn.Module, stack: Stack, layers: Sequence[Treatment]) -> tuple[Annotated, ...]:
     """The annotations of ``plan`` for a copy of ``model`` whose stack has ``layers`` that are treated so."""
     own = _own(plan.annotations, model, stack)
     shared = [each for each in plan.annotations if each not in own]

@@ -2,8 +2,8 @@
 
 Placements of operators take seconds to assign, and there are many such divisions. So their costs follow from those of
 the model divided along one axis inside a node: what a division divides, it divides further among more ranks, and what
-it sends takes as much longer as the collectives of its axis do, in latencies and in bytes. Layouts that are best by these estimates are priced
-exactly like any other.
+it sends takes as much longer as the collectives of its axis do, in latencies and in bytes. Layouts that are best by
+these estimates are priced exactly like any other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def among(undivided: LayerCosts, divided: LayerCosts, axis: str, few: int, many:
         fields = {"sent": sent, "latency": near.latency * slower.latency}
         for half, exposed in _HALVES.items():
             whole, waits = getattr(one, half), getattr(near, exposed)
-            work = max(0.0, whole + (getattr(near, half) - waits - whole) * (1 - 1 / many) / (1 - 1 / few))
+            work = max(0.0, whole + (_work(near, half) - whole) * (1 - 1 / many) / (1 - 1 / few))
             if axis == "cp":  # attention hides what a ring passes on; all else waits for what is sent
                 waits = max(waits, sent / 2 - work)
             else:  # computation hides as much of what is added as it does, and as large a part of what is left
@@ -79,7 +79,7 @@ def both(
 
     def part(one: Part, a: Part, b: Part) -> Part:
         fields = {name: held(*(getattr(each, name) for each in (one, a, b))) for name in _DIVIDED}
-        works = {half: [getattr(each, half) - getattr(each, waits) for each in (a, b)] for half, waits in _HALVES.items()}
+        works = {half: (_work(a, half), _work(b, half)) for half in _HALVES}
         of_a, of_b = ratio(one.saved, a.saved), ratio(one.saved, b.saved)
         if axis == "cp":  # a ring passes on a rank's keys and values, whatever is saved of them
             of_b = ratio(one.forward + one.backward, sum(other for _, other in works.values()))
@@ -118,3 +118,9 @@ def slower(cluster: Cluster, axis: str, far: Group, near: int, nbytes: float, wh
 def _ring_seconds(cluster: Cluster, group: Group, nbytes: int) -> float:
     part = nbytes // group.ranks
     return (group.ranks - 1) * collective_seconds("send", part, part, group, cluster.efficiency)
+
+
+def _work(divided: Part, half: str) -> float:
+    """Seconds of a half of a part without those in which it waits for collectives."""
+    seconds: float = getattr(divided, half) - getattr(divided, _HALVES[half])
+    return seconds

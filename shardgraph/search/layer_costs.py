@@ -45,10 +45,10 @@ class Part(NamedTuple):
     ``called`` and ``called_back`` what Python takes to call them, for which the device may have to wait; ``sent`` are
     the seconds of those collectives, in both halves, ``latency`` those of them that they take whatever they send, and
     ``exposed`` and ``exposed_back`` those for which computation waits, as it does for copies of activations for
-    ``copied`` seconds of both halves. ``cast`` are the seconds to cast the rank's part of the parameters
-    to the dtype that they are computed in, which is in neither half. ``saved`` are bytes kept for backward,
-    ``parameters`` those of the rank's part of the trained parameters as they are stored, ``gathered`` as they are
-    computed with and ``reduced`` of their gradients as they are reduced; ``tensors`` is the number of these parameters.
+    ``copied`` seconds of both halves. ``cast`` are the seconds to cast the rank's part of the parameters to the dtype
+    that they are computed in, which is in neither half. ``saved`` are bytes kept for backward, ``parameters`` those of
+    the rank's part of the trained parameters as they are stored, ``gathered`` as they are computed with and ``reduced``
+    of their gradients as they are reduced; ``tensors`` is the number of these parameters.
     """
 
     forward: float = 0.0
@@ -317,6 +317,7 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
     state = _state(program, sorted(program.trained))
     fixed = _fixed(program, rows[:forward], rows[forward:], analysis)
     exposed, exposed_back = _exposed(rows[:forward], middle), _exposed(rows[forward:], backward)
+    computed = sum(row.seconds for row in rows if not row.stream)
     whole = state._replace(
         forward=middle - fixed["cast"],
         backward=backward,
@@ -324,7 +325,7 @@ def _costs_of(program: Program, analysis: Analysis) -> tuple[Part, float]:
         latency=_latency(program, analysis, collectives),
         exposed=exposed,
         exposed_back=exposed_back,
-        copied=max(0.0, middle + backward - exposed - exposed_back - sum(row.seconds for row in rows if not row.stream)),
+        copied=max(0.0, middle + backward - exposed - exposed_back - computed),
         saved=saved,
         **fixed,
     )

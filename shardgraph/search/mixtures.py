@@ -16,9 +16,9 @@ from shardgraph.search.layouts import Layout
 def mixed(plan: Plan, layout: Layout, stack: Stack) -> Plan:
     """``plan``, of ``layout`` but for how the layers of ``stack`` differ, with that too.
 
-    The first layers, of a stage, are those to recompute: what they save is held longest. The last are those whose parameters stay
-    gathered: they are needed again soonest. What is saved in host memory is of layers far from each other, so that each
-    copy has the time until the next one begins.
+    The first layers, of a stage, are those to recompute: what they save is held longest. The last are those whose
+    parameters stay gathered: they are needed again soonest. What is saved in host memory is of layers far from each
+    other, so that each copy has the time until the next one begins.
     """
     equal = range(stack.head, stack.layers)
     away = [equal[place * len(equal) // layout.away] for place in range(layout.away)]
