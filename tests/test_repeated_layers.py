@@ -22,7 +22,8 @@ from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.annotations.kinds import recompute
 from shardgraph.plans.precision import AS_STORED, Precision
 from shardgraph.plans.shards import named_shapes
-from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack, treats_alike, unlike
+from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, find_stack, unlike
+from shardgraph.report.treatments import treats_alike
 from shardgraph.search import stages
 from shardgraph.search.depths import Depths
 from shardgraph.search.question import Question
