@@ -16,8 +16,6 @@ from dataclasses import fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
-from torch import nn
-
 from shardgraph.capture.stacks import Stack
 from shardgraph.cost_models.schedules import StageCost, simulate_schedule
 from shardgraph.passes.analysis.rows import Row
@@ -26,7 +24,7 @@ from shardgraph.plans.pipeline_plan import Pipeline
 from shardgraph.plans.plan import Plan
 from shardgraph.report.folding import mark
 from shardgraph.report.pipeline import PipelineAnalysis, StageAnalysis
-from shardgraph.report.treatments import Treatment, annotated, treatments
+from shardgraph.report.treatments import Treatment, Treatments
 
 _SHORT = 3
 """Stages of a short pipeline, as most have."""
@@ -50,21 +48,18 @@ def units_of_stages(pipeline: Pipeline, stack: Stack) -> tuple[int, ...]:
     return tuple(count // stack.period for count in layers) if whole else ()
 
 
-def stages_of(plan: Plan, model: nn.Module, stack: Stack) -> list[tuple[Unit, ...]]:
-    """The units of a stack that each stage of ``plan`` has; empty if they are not to be analysed from a few."""
-    assert plan.pipeline is not None
-    counts, layers = units_of_stages(plan.pipeline, stack), treatments(plan, model, stack)
-    if not counts or layers is None:
-        return []
-    units = [tuple(layers[at : at + stack.period]) for at in range(stack.head, stack.layers, stack.period)]
-    ends = [0, *accumulate(counts)]
+def stages_of(pipeline: Pipeline, treated: Treatments) -> list[tuple[Unit, ...]]:
+    """The units of a stack that each stage of a pipeline has; empty if they are not to be analysed from a few."""
+    stack, layers = treated.stack, treated.layers
+    units = [layers[at : at + stack.period] for at in range(stack.head, stack.layers, stack.period)]
+    ends = [0, *accumulate(units_of_stages(pipeline, stack))]
     stages = [tuple(units[start:end]) for start, end in pairwise(ends)]
     programs = {units for stage in stages for units in (_few(stage), *_one_more(stage))}
     fewer = len(programs) <= 2 or _SHORT * sum(map(len, programs)) < stack.units
     return stages if fewer else []
 
 
-def short(plan: Plan, model: nn.Module, stack: Stack, stage: Sequence[Unit]) -> tuple[Plan, int]:
+def short(plan: Plan, treated: Treatments, stage: Sequence[Unit]) -> tuple[Plan, int]:
     """``plan`` with as few stages as its schedule allows, three if it has as many, each with the units of ``stage``,
     and how many these are together.
 
@@ -73,14 +68,12 @@ def short(plan: Plan, model: nn.Module, stack: Stack, stage: Sequence[Unit]) -> 
     assert plan.pipeline is not None
     few = min(3, plan.pipeline.ranks)
     ranks, stages = (few, few) if find_schedule(plan.pipeline.schedule).most == 1 else (2, 4)
-    units = len(stage)
+    units, stack = len(stage), treated.stack
     balance = (stack.up_to(units), *(stages - 1) * [units * stack.period])
     microbatches = plan.pipeline.parts
     pipeline = replace(plan.pipeline, ranks=ranks, balance=balance, stages=(), microbatches=microbatches)
-    first = (treatments(plan, model, stack) or [])[: stack.head]
-    layers = [*first, *(layer for _ in range(stages) for unit in stage for layer in unit)]
-    annotations = annotated(plan, model, stack, layers)
-    return replace(plan, pipeline=pipeline, annotations=annotations), units * stages
+    layers = [*treated.layers[: stack.head], *(layer for _ in range(stages) for unit in stage for layer in unit)]
+    return replace(plan, pipeline=pipeline, annotations=treated.annotations(layers)), units * stages
 
 
 def extend_stages(

@@ -15,6 +15,7 @@ from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import NotPeriodicError, check_insertion, extend, merges_layers, numbers_for
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.report.pipeline_folding import Unit, extend_stages, short, stages_of
+from shardgraph.report.treatments import treatments
 from shardgraph.search.source import Source
 from shardgraph.search.symbolic import Symbolic, symbolic
 
@@ -52,15 +53,16 @@ def analyze_pipeline_source(source: Source) -> PipelineAnalysis:
 
 
 def _of_pipeline(source: Source) -> PipelineAnalysis:
-    plan, stack, model = source.plan, source.stack_but_for_annotations, source.question.model
+    plan, stack = source.plan, source.stack_but_for_annotations
     assert plan.pipeline is not None
-    stages = stages_of(plan, model, stack) if stack is not None else []
-    if stack is None or not stages:
+    treated = treatments(plan, source.question.model, stack) if stack is not None else None
+    stages = stages_of(plan.pipeline, treated) if treated is not None else []
+    if stack is None or treated is None or not stages:
         return _stages(source, plan)
     depths = source.depths_of(stack)
 
     def analyse(units: tuple[Unit, ...]) -> PipelineAnalysis:
-        shorter, few = short(plan, model, stack, units)
+        shorter, few = short(plan, treated, units)
         return _stages(source.at(depths, few, shorter), plan)
 
     try:
