@@ -79,6 +79,7 @@ def test_a_step_adds_up_to_its_parts(reduce):
     assert (ADDITION in parts.seconds) == (reduce == "each")  # else additions are rows
 
 
+@pytest.mark.quick("each")
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_a_deep_model_is_analysed_from_a_few_of_its_layers(reduce):
     plan = replace(shardgraph.preset("fsdp", {"dp": 4}), batch=Batch(64, 4, reduce))
@@ -121,6 +122,7 @@ def test_what_cannot_be_reduced_so_is_told():
         replace(staged, batch=Batch(64, 4, "last"))
 
 
+@pytest.mark.slow
 def test_a_search_reduces_once_where_links_are_slow():
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
@@ -136,6 +138,7 @@ def test_a_search_reduces_once_where_links_are_slow():
     assert any(each.reduces_once for each in front.points) and " reduced once " in str(front)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_what_is_recomputed_leaves_room_for_what_is_held_between_calls(reduce):
     with torch.device("meta"):

@@ -275,6 +275,7 @@ def test_so_are_those_whose_small_shards_fall_otherwise_into_what_is_updated_tog
 LARGE = {"hidden_size": 512, "intermediate_size": 1024}  # a layer has more than is updated together
 
 
+@pytest.mark.slow
 def test_a_tensor_that_all_layers_save_in_host_memory_is_fetched_as_late_as_in_the_whole_model(monkeypatch):
     """Its copy back begins before the first of them and is awaited behind the last, however many there are."""
     search, written = importlib.import_module("shardgraph.search.analysis"), []

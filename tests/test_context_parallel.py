@@ -262,6 +262,7 @@ def test_five_steps_on_real_processes_equal_the_unsharded_model(model, plan):
         assert worst < 1e-5
 
 
+@pytest.mark.slow
 def test_long_sequences_are_divided_among_ranks_that_divide_operators_too():
     with torch.device("meta"):
         model, call = wide_llama(), text(1, 131072)
@@ -314,6 +315,7 @@ def test_a_part_of_another_axis_has_the_same_stripes_as_the_whole(ranks, count):
     assert found >= 2
 
 
+@pytest.mark.quick("cp+tp+sp")
 @pytest.mark.parametrize("plan", ["cp+tp", "cp+tp+sp"])
 def test_every_value_lies_along_both_axes_as_its_program_says(plan):
     """Also each of several results of one operation; verify compares them by that."""

@@ -96,7 +96,7 @@ def of_even_length(batch: int):
     return model, ((), {"input_ids": ids, "labels": ids})
 
 
-@pytest.mark.quick("ep+cp+tp+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", TOGETHER)
 def test_experts_are_divided_together_with_operators_and_sequences(plan):
     check(*of_even_length(4), plan, TOGETHER[plan])

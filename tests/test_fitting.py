@@ -56,6 +56,7 @@ def test_a_loss_in_chunks_is_a_way_to_fit():
     assert "  loss_chunk='64MiB': " in advice(source, smallest, smallest.memory // 2)
 
 
+@pytest.mark.slow
 def test_a_full_recomputation_is_a_way_to_fit():
     source = source_of(llama(4), kwargs=text(16))
     smallest = price(source, shardgraph.preset("ddp", {"dp": 2}), GIB)

@@ -115,7 +115,7 @@ def test_analyze_says_what_the_step_of_the_plan_takes_that_plan_finds(mesh):
 @pytest.mark.parametrize(
     ("mesh", "memory", "said"),
     [
-        ({"dp": 2}, SCARCE, "in 3 calls of each"),
+        pytest.param({"dp": 2}, SCARCE, "in 3 calls of each", marks=pytest.mark.slow),
         ({"tp": 2}, ROOM, "every rank on the whole batch|cut among the ranks"),
         pytest.param({"pp": 2}, ROOM, "the original on undivided batches", marks=pytest.mark.slow),
     ],

@@ -65,6 +65,7 @@ def as_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Program]:
     return made
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("sequences", [2, 4])
 def test_between_a_gather_and_a_scatter_no_rows_are_copied(sequences, as_in_the_batch):
     inner = [node for node in nodes(program(layers(torch.sin), sequences)) if node in ROW_ORDER]

@@ -152,6 +152,7 @@ def test_what_is_annotated_stays_so():
     assert all(entry.shard_axis is None for name, entry in entries.items() if name.endswith(".weight"))
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_output_alone_is_a_step_in_which_no_rank_has_all_scores():
     call = {"example_kwargs": text(4, 256), "cluster": toy_cluster(1, 2), "mesh": {"tp": 2}}
     whole, alone = (
@@ -421,6 +422,7 @@ def test_analyze_plans_too():
     assert analysis.peak_memory == analysis.plan.considered[0].memory
 
 
+@pytest.mark.slow
 def test_every_mesh_that_was_not_priced_has_a_bound():
     """None of them is faster than the plan that was chosen, or by no more than the remarks say."""
     found = shardgraph.plan(llama(12), example_kwargs=text(8), cluster="H100", devices=64)
@@ -438,6 +440,7 @@ def of_deep() -> dict[str, Any]:
     return {"model": model, "example_inputs": (x,), "cluster": toy_cluster(1, 4), "global_batch": 4096}
 
 
+@pytest.mark.quick("mesh0", "mesh2")
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
 def test_a_mesh_that_is_given_is_searched(mesh):
     found = shardgraph.plan(**of_deep(), mesh=mesh)

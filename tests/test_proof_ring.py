@@ -144,6 +144,7 @@ def test_a_sequence_in_stripes_is_proved_in_whole_models_beside_other_axes(name)
     assert found.ok, str(found)
 
 
+@pytest.mark.quick("llama-1")
 @pytest.mark.parametrize("samples", [1, 2])  # of one, a rank's only head of keys and values has no dimension of its own
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_stripes_that_ranks_divide_further_between_products_are_proved(model, samples):

@@ -706,7 +706,7 @@ FOUR: dict[str, tuple[Callable[[], Case], int]] = {
 }
 
 
-@pytest.mark.quick("plain", "gpt2", "a *", "another*")
+@pytest.mark.quick("plain", "a *", "another*")
 @pytest.mark.parametrize("name", FOUR)
 def test_four_layers_are_those_of_a_trace_of_them_made_of_one_of_two_if_all_are_alike(name, monkeypatch):
     make, layers = FOUR[name]

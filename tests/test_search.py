@@ -398,6 +398,7 @@ def test_layers_that_save_in_host_memory_are_far_from_each_other():
     assert away.annotations == tuple((f"layers.{layer}", offload()) for layer in (3, 5, 7))
 
 
+@pytest.mark.quick("4-True", "8-False")
 @pytest.mark.parametrize(("tp", "known"), [(2, True), (4, True), (8, False)])
 def test_ranks_of_several_nodes_that_do_not_divide_the_heads_have_no_estimate(tp, known):
     """Attention of four heads, which eight ranks would do all of."""
@@ -406,6 +407,7 @@ def test_ranks_of_several_nodes_that_do_not_divide_the_heads_have_no_estimate(tp
     assert (estimates.again(Layout(shard=8 // tp, tp=tp), cluster) is not None) is known
 
 
+@pytest.mark.slow
 def test_more_memory_is_worth_what_a_search_with_it_finds():
     """Of the layers, fewer are recomputed then, not as many as without it."""
     cluster = Cluster.of("H100")
@@ -699,7 +701,7 @@ class Returning(Wordy):
         return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
 
 
-@pytest.mark.quick("4")
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 4])  # of the call that costs are of; a microbatch has 512 MiB of scores
 def test_the_loss_of_the_last_stage_is_in_chunks_where_nothing_else_fits(samples):
     with torch.device("meta"):

@@ -73,6 +73,7 @@ def test_waits_of_another_program_are_refused() -> None:
         analysed().transfer_table({("forward", "wait_tensor"): 1.0})
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("plan", ["fsdp", "zero2"])
 def test_every_wait_of_a_program_is_measured(plan: str) -> None:
     for waits, times, table, same in on_ranks(tracking.of_waits, args=(plan,)):

@@ -23,6 +23,8 @@ class CheckValues:
     def __init__(self) -> None:
         # By value: the operation that it was found to be of, with the values of its arguments.
         self._known: Any = WeakIdKeyDictionary()
+        # By operation, mesh and operands as layouts: the result's. Most programs of the tests have the same operations.
+        self._layouts: dict[Any, list[Any]] = {}
 
     def __call__(self, step: Pass, gm: fx.GraphModule, context: Context) -> None:
         """Check a graph that a pass has changed.
@@ -44,13 +46,29 @@ class CheckValues:
             tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if not tensors or _same(self._known.get(tensors[0]), call):
                 continue
-            due = values.value(node.target, node.args, node.kwargs)
-            if layout_of(value) != layout_of(due):
+            if layout_of(value) != self._due(node, call, values):
+                due = values.value(node.target, node.args, node.kwargs)
                 maker = f", made by {MADE_BY.of(node)}" if node in MADE_BY else ""
                 raise GraphInvariantError(
                     f"{node.format_node()}{maker}, has the value {_text(value)}, and its operation gives {_text(due)}"
                 )
             self._known[tensors[0]] = call
+
+    def _due(self, node: fx.Node, call: list[Any], values: Propagation) -> list[Any]:
+        """The layout that a node's operation gives."""
+        key = values.mesh, *map(_by_layout, call)
+        try:
+            if key not in self._layouts:
+                self._layouts[key] = layout_of(values.value(node.target, node.args, node.kwargs))
+            return self._layouts[key]
+        except TypeError:  # numbers that only a run knows cannot be compared
+            return layout_of(values.value(node.target, node.args, node.kwargs))
+
+
+def _by_layout(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf), leaf
+    return tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device, leaf.requires_grad
 
 
 def _call(node: fx.Node) -> list[Any]:
@@ -66,6 +84,7 @@ def _add_leaves(arg: Any, call: list[Any]) -> None:
     if isinstance(arg, fx.Node):
         call.append(VALUE.get(arg))
     elif isinstance(arg, (tuple, list)):
+        call.append(len(arg))
         for each in arg:
             _add_leaves(each, call)
     elif isinstance(arg, dict):
