@@ -108,6 +108,30 @@ def parity(
     return train(shardgraph.compile(model, plan, mesh=mesh, **example), original, call, clip=clip)
 
 
+def on_another_default_device(name: str, plan: str, mesh: dict[str, int], length: int | None = None) -> float:
+    """The largest difference of any weight, after steps in which tensors that are given no device are on ``meta``."""
+    model, call = prepared(name, 2 * dist.get_world_size())
+    call = shorter(call, length) if length else call
+    original = copy.deepcopy(model)
+    args, kwargs = part(call, preset(plan, mesh))
+    with torch.device("meta"):
+        sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=args, example_kwargs=kwargs)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            scalar(sharded(*args, **kwargs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = sharded.full_state_dict()  # by torch's own DTensor
+    optimizer = torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        scalar(original(*call[0], **call[1])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bool(weights) == (dist.get_rank() == 0)
+    expected = original.state_dict()
+    return max(((value - expected[key]).abs().max().item() for key, value in weights.items()), default=0.0)
+
+
 def gradient_norms(name: str, plan: str, mesh: dict[str, int], norms: tuple[float, ...]) -> list[tuple[float, float]]:
     """The gradient's total norm of each order and the unsharded model's."""
     model, call = prepared(name, 2 * dist.get_world_size())

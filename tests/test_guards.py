@@ -147,6 +147,18 @@ def test_the_next_call_sees_the_default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
+def test_the_next_call_sees_the_default_device():
+    class Makes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), torch.ones(2)
+
+    sharded = shardgraph.compile(Makes(4, 4), "single", progress=False)
+    assert sharded(X)[1].device.type == "cpu"
+    with torch.device("meta"):
+        assert sharded(X)[1].device.type == "meta"
+    assert sharded(X)[1].device.type == "cpu"
+
+
 def test_what_forward_does_not_read_may_change_freely():
     model = Reads()
     sharded = shardgraph.compile(model, "single", progress=False)

@@ -23,7 +23,7 @@ class CheckValues:
     def __init__(self) -> None:
         # By value: the operation that it was found to be of, with the values of its arguments.
         self._known: Any = WeakIdKeyDictionary()
-        # By operation, mesh and operands as layouts: the result's. Most programs of the tests have the same operations.
+        # By mesh, default dtype, operation and operands as layouts: the result's. Most programs of the tests have the same operations.
         self._layouts: dict[Any, list[Any]] = {}
 
     def __call__(self, step: Pass, gm: fx.GraphModule, context: Context) -> None:
@@ -56,7 +56,7 @@ class CheckValues:
 
     def _due(self, node: fx.Node, call: list[Any], values: Propagation) -> list[Any]:
         """The layout that a node's operation gives."""
-        key = values.mesh, *map(_by_layout, call)
+        key = values.mesh, torch.get_default_dtype(), *map(_by_layout, call)
         try:
             if key not in self._layouts:
                 self._layouts[key] = layout_of(values.value(node.target, node.args, node.kwargs))

@@ -43,9 +43,9 @@ class _Operand(NamedTuple):
 
     def zeros(self) -> torch.Tensor:
         if 0 in self.shape:
-            return torch.zeros(self.shape, dtype=self.dtype)
+            return torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return torch.zeros(last + 1, dtype=self.dtype).as_strided(self.shape, self.stride)
+        return torch.zeros(last + 1, dtype=self.dtype, device="cpu").as_strided(self.shape, self.stride)
 
 
 def workspace(node: fx.Node) -> int:

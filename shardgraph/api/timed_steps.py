@@ -115,7 +115,7 @@ def largest(number: float) -> float:
     """The largest of all ranks' numbers."""
     if not dist.is_initialized():
         return number
-    value = torch.tensor(number, dtype=torch.float64)
+    value = torch.tensor(number, dtype=torch.float64, device="cpu")
     if dist.get_backend() == "nccl":
         value = value.cuda()
     dist.all_reduce(value, dist.ReduceOp.MAX)

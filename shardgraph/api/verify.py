@@ -285,10 +285,10 @@ def _copied(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _move_weights(model: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            noise = torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter.dtype)
             parameter.add_(noise * (0.1 * parameter.square().mean().sqrt() + 0.02))
 
 

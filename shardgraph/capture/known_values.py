@@ -45,7 +45,7 @@ class Known:
             return self.held.expand(self.shape)
         row, column = self.diagonals
         rows, columns = self.shape[row], self.shape[column]
-        differences = torch.arange(columns) - torch.arange(rows)[:, None] + rows - 1
+        differences = torch.arange(columns, device="cpu") - torch.arange(rows, device="cpu")[:, None] + rows - 1
         by_difference = self.held.movedim((row, column), (-2, -1)).squeeze(-2)
         return by_difference[..., differences].movedim((-2, -1), (row, column)).expand(self.shape)
 
@@ -91,7 +91,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Known | None]) -> Known | None:
         return None
     shape = tuple(result.shape)
     if target in _FILLED:
-        return Known(torch.full([1] * len(shape), _FILLED[target](node), dtype=result.dtype), shape)
+        return Known(torch.full([1] * len(shape), _FILLED[target](node), dtype=result.dtype, device="cpu"), shape)
     operands = [values[each] for each in node.all_input_nodes]
     if None in operands or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return None
@@ -165,7 +165,7 @@ def _difference(node: fx.Node, values: dict[fx.Node, Known | None], shape: tuple
         return None
     (axis, start), (other, other_start) = first, second
     row, column = sorted((axis, other))
-    difference = torch.arange(1 - shape[row], shape[column])
+    difference = torch.arange(1 - shape[row], shape[column], device="cpu")
     x = start - other_start + (difference if axis == column else -difference)
     held = node.target(x, torch.zeros_like(x))
     sizes = [1] * len(shape)
@@ -225,9 +225,9 @@ def _triangle(node: fx.Node, values: dict[fx.Node, Known | None], shape: tuple[i
     ):
         return None
     offset = node.args[1] if len(node.args) > 1 else node.kwargs.get("diagonal", 0)
-    difference = torch.arange(1 - shape[-2], shape[-1])
+    difference = torch.arange(1 - shape[-2], shape[-1], device="cpu")
     kept = difference >= offset if node.target is aten.triu.default else difference <= offset
-    return Known(torch.where(kept, value.held, torch.zeros((), dtype=value.held.dtype)), shape, (-2, -1))
+    return Known(torch.where(kept, value.held, torch.zeros((), dtype=value.held.dtype, device="cpu")), shape, (-2, -1))
 
 
 def _argument(position: int, name: str) -> Callable[[fx.Node], Any]:

@@ -52,9 +52,9 @@ def _seen(mask: Known | None, pairs: tuple[int, int]) -> str:
     if tuple(mask.shape[-2:]) != pairs or pairs[0] != pairs[1]:
         return ""
     if mask.diagonals == (-2, -1):
-        later = torch.arange(1 - pairs[0], pairs[1]) > 0
+        later = torch.arange(1 - pairs[0], pairs[1], device="cpu") > 0
     elif tuple(mask.held.shape[-2:]) == pairs:
-        later = torch.ones(pairs, dtype=torch.bool).triu(1)
+        later = torch.ones(pairs, dtype=torch.bool, device="cpu").triu(1)
     else:
         return ""
     causal = torch.where(later, mask.held <= _HIDDEN, mask.held == 0).all()

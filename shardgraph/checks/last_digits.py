@@ -15,7 +15,7 @@ def moved_by_a_digit(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     moved = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
     before = [tensor.clone() for tensor in moved]
     for tensor in moved:
-        towards = torch.full(tensor.shape, math.inf, dtype=tensor.dtype)
+        towards = torch.full(tensor.shape, math.inf, dtype=tensor.dtype, device="cpu")
         towards.view(-1)[1::2] = -math.inf
         tensor.copy_(tensor.nextafter(towards))
     try:

@@ -120,7 +120,7 @@ class _Lockstep(fx.Interpreter):
 
 
 def _collective(node: fx.Node, values: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
-    results: list[torch.Tensor] = [torch.empty(0)] * len(values)
+    results: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(values)
     for members in dict.fromkeys(group_along(mesh, ir.group_of(node), rank) for rank in range(len(values))):
         mine = [values[rank] for rank in members]
         if node.target is not ir.ALL_TO_ALL and len({tuple(value.shape) for value in mine}) > 1:

@@ -28,7 +28,7 @@ def shorten_shards(
         shape, entry = program.shapes[how.fqn], program.parameters[how.fqn]
         mine = [each[how.fqn].data for each in shards]
         held = [indices_of(shape, entry, mesh, coordinates(mesh, rank)) for rank in range(len(shards))]
-        whole = torch.empty(shape, dtype=mine[0].dtype)
+        whole = torch.empty(shape, dtype=mine[0].dtype, device="cpu")
         for shard, (rows, columns) in zip(mine, held, strict=True):
             whole[rows.unsqueeze(1), columns] = shard
         looked_up = [

@@ -214,7 +214,7 @@ def with_zeros(tangents: Mapping[Any, torch.Tensor | None], gm: fx.GraphModule) 
     for role, node in placeholders(gm).items():
         if role in tangents:
             like, value = node.meta["val"], tangents[role]
-            inputs[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+            inputs[role] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu").zero_()
             if value is not None:
                 inputs[role].copy_(value)
     return inputs

@@ -58,7 +58,7 @@ def group_along(axes: Sequence[str]) -> dist.ProcessGroup:
     names = list(MESH)
     along = [names.index(axis) for axis in names if axis in axes]
     across = [i for i in range(len(names)) if i not in along]
-    ranks = torch.arange(math.prod(MESH.values())).reshape(list(MESH.values())).permute(*across, *along)
+    ranks = torch.arange(math.prod(MESH.values()), device="cpu").reshape(list(MESH.values())).permute(*across, *along)
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, math.prod(MESH[axis] for axis in axes)).tolist())
     return group
 
@@ -67,7 +67,8 @@ def group_among(axis: str, places: Sequence[int]) -> Any:
     """The group of the ranks at these places of ``axis`` that differ along no other; None on ranks of none."""
     names = list(MESH)
     across = [i for i in range(len(names)) if names[i] != axis]
-    ranks = torch.arange(math.prod(MESH.values())).reshape(list(MESH.values())).permute(*across, names.index(axis))
+    ranks = torch.arange(math.prod(MESH.values()), device="cpu").reshape(list(MESH.values()))
+    ranks = ranks.permute(*across, names.index(axis))
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, MESH[axis])[:, list(places)].tolist())
     return group
 

@@ -29,7 +29,8 @@ def synthesized(kind: Sequence[Any], rows: int, parts: int) -> Any:
     shape, dtype = list(kind[0]), kind[1]
     if shape and shape[0] == rows:
         shape[0] *= parts
-    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(0, 2, shape).to(dtype)
+    values = torch.randn(shape, device="cpu") if dtype.is_floating_point else torch.randint(0, 2, shape, device="cpu")
+    return values.to(dtype)
 
 
 def save(

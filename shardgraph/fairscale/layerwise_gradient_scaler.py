@@ -64,7 +64,7 @@ class LayerwiseGradientScaler:
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
         )
-        self._scaler.scale(torch.ones(()))  # makes its loss scale
+        self._scaler.scale(torch.ones((), device="cpu"))  # makes its loss scale
 
     def scale(self) -> None:
         """Nothing: the layers scale gradients at every step."""

@@ -145,7 +145,7 @@ def _alike(tensor: torch.Tensor, mesh: DeviceMesh) -> list[list[int]] | None:
         return None
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place in range(mesh.size()):
-        here = torch.unravel_index(torch.tensor(place), mesh.mesh.shape)
+        here = torch.unravel_index(torch.tensor(place, device="cpu"), mesh.mesh.shape)
         groups[tuple(int(at) for axis, at in enumerate(here) if axis in sharded)].append(place)
     return list(groups.values())
 

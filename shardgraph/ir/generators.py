@@ -38,7 +38,7 @@ def _(condition: Tensor, state: Tensor, device: str) -> Tensor:
 
 @torch.library.register_fake("shardgraph::generator_state")
 def _(device: str) -> Tensor:
-    return torch.empty(_BYTES.get(device, _OF_ACCELERATORS), dtype=torch.uint8)
+    return torch.empty(_BYTES.get(device, _OF_ACCELERATORS), dtype=torch.uint8, device="cpu")
 
 
 @torch.library.register_fake("shardgraph::set_generator_state")

@@ -37,4 +37,4 @@ def _(
 def _(
     function: str, shape: Sequence[int], probability: float, length: int, attention_mask: Tensor | None, least: int
 ) -> Tensor:
-    return torch.empty(shape, dtype=torch.bool)
+    return torch.empty(shape, dtype=torch.bool, device="cpu")

@@ -207,7 +207,8 @@ def _layers(model: nn.Module, factors: Mapping[str, float]) -> Iterator[_Layer]:
 
 def _scale_backward(layer: _Layer) -> None:
     """Have gradients in backward of a module be its factor as large, by a hook on its inputs and one on its outputs."""
-    layer.module.register_buffer(_FACTOR, torch.tensor(layer.factor), persistent=False)
+    device = next((parameter.device for parameter in layer.module.parameters()), None)
+    layer.module.register_buffer(_FACTOR, torch.tensor(layer.factor, device=device), persistent=False)
 
     def scaled(values: Any, factor: torch.Tensor) -> Any:
         floating = (torch.Tensor, lambda each: _Scale.apply(each, factor) if each.is_floating_point() else each)

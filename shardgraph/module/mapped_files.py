@@ -49,5 +49,5 @@ def mapped_files(folder: str, tensors: Mapping[str, torch.Tensor], what: str) ->
 
 def _mapped(path: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)

@@ -19,6 +19,7 @@ class ProgramKey(NamedTuple):
     grad: bool
     autocast: Any
     dtype: Any
+    device: str
     hooks: tuple[int, ...]
     with_loss: bool
     values: tuple[Any, ...] = ()
@@ -48,7 +49,7 @@ class ProgramKey(NamedTuple):
                 f"{sum(self.trained)} of {len(self.trained)} parameters require a gradient",
                 f"gradients {'on' if self.grad else 'off'}, autocast {self.autocast}, "
                 f"{'with' if self.with_loss else 'without'} loss",
-                f"default dtype {self.dtype}, {len(self.hooks)} hooks of all modules",
+                f"default dtype {self.dtype}, default device {self.device}, {len(self.hooks)} hooks of all modules",
                 f"{len(self.buffers)} buffers, of shapes {shapes or 'none'}",
                 f"no longer {changed}" if changed else "the model's attributes as they were",
             ]

@@ -112,6 +112,8 @@ class Recompiled:
             yield f"autocast {key.autocast} instead of {other.autocast}"
         if key.dtype != other.dtype:
             yield f"default dtype {key.dtype} instead of {other.dtype}"
+        if key.device != other.device:
+            yield f"default device {key.device} instead of {other.device}"
         if key.hooks != other.hooks:
             yield "other hooks of all modules (torch.nn.modules.module.register_module_...)"
         if key.with_loss != other.with_loss:

@@ -57,7 +57,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _read(reader: _Reader, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    state = {name: torch.empty(shape, dtype=dtype)}
+    state = {name: torch.empty(shape, dtype=dtype, device="cpu")}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what no_dist asks for

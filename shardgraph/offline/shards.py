@@ -92,7 +92,7 @@ def _assembled(name: str, shape: torch.Size, entry: ParameterPlan, holders: Sequ
     Raises:
         CheckpointError: they have not.
     """
-    whole = torch.empty(shape, dtype=holders[0].shard(name).dtype)
+    whole = torch.empty(shape, dtype=holders[0].shard(name).dtype, device="cpu")
     bits, by_place = _as_bits(whole), dict[tuple[int, ...], OfRank]()
     for rank in holders:
         at = _index(indices_of(shape, entry, _mesh(rank), tuple(rank.description["coordinates"])))

@@ -30,7 +30,7 @@ def part_of(full: torch.Tensor, entry: ParameterPlan, mesh: Mesh, here: tuple[in
 
 def indices_of(shape: Sequence[int], entry: ParameterPlan, mesh: Mesh, here: tuple[int, ...]) -> list[torch.Tensor]:
     """For each dimension of a tensor of ``shape``, the indices that its shard at mesh coordinates ``here`` has."""
-    return [part_of(torch.arange(size), _along(dim, entry), mesh, here) for dim, size in enumerate(shape)]
+    return [part_of(torch.arange(size, device="cpu"), _along(dim, entry), mesh, here) for dim, size in enumerate(shape)]
 
 
 def _along(dim: int, entry: ParameterPlan) -> ParameterPlan:

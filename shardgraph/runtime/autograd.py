@@ -381,7 +381,7 @@ class _Run(torch.autograd.Function):
         if hooked:
             executor.reduce_by_hook()
         if torch.is_grad_enabled():  # with create_graph=True
-            gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)
+            gradients = _Once.apply(torch.empty(0, requires_grad=True, device="cpu"), *gradients)
         else:
             executor.set_gradients(gradients, ctx.next_functions)
         return (None, None, None, None, *gradients)

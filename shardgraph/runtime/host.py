@@ -45,7 +45,7 @@ def empty_on_host(size: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 @torch.library.impl(library, "empty_on_host", "BackendSelect")
 def _empty(size: Any, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
-    return known_on_host(torch.empty(size, dtype=dtype, pin_memory=pinned))
+    return known_on_host(torch.empty(size, dtype=dtype, pin_memory=pinned, device="cpu"))
 
 
 _waits: Any = WeakTensorKeyDictionary()  # by the destination of a copy in flight, the function that waits for it

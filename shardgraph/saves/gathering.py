@@ -87,11 +87,11 @@ class Gathered:
         def of(number: int) -> torch.Tensor:
             file, start, length = key = places[number]
             if messages[number].target == rank:
-                return self._got.setdefault(key, torch.empty(length, dtype=torch.uint8))
+                return self._got.setdefault(key, torch.empty(length, dtype=torch.uint8, device="cpu"))
             try:
                 return bytes_of(self._folder / file, start + length)[start:]
             except (OSError, RuntimeError):  # it is not there any more: what is sent has another checksum
-                return torch.zeros(length, dtype=torch.uint8)
+                return torch.zeros(length, dtype=torch.uint8, device="cpu")
 
         if messages:
             self._messages.exchange(messages, of, "reading a checkpoint from other machines")

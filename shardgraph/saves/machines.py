@@ -78,7 +78,7 @@ def new_file(file: Path, nbytes: int) -> torch.Tensor:
 def bytes_of(file: Path, nbytes: int, write: bool = False) -> torch.Tensor:
     """The first bytes of a file, which are read when they are looked at."""
     if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_file(str(file), shared=write, size=nbytes, dtype=torch.uint8)
 
 

@@ -34,7 +34,7 @@ class Reader:
         """This rank's shard of the tensor called ``key``, placed as ``like``, in host memory and the dtype of the file,
         bit for bit."""
         stored, (sizes, chunks) = self.index.tensors[key], self.chunks(key, like)
-        made = torch.empty(sizes, dtype=stored.dtype)
+        made = torch.empty(sizes, dtype=stored.dtype, device="cpu")
         missing = made.numel()
         for chunk, ours, theirs in chunks:
             part = self._chunk(key, stored, chunk)[theirs]

@@ -22,7 +22,7 @@ def staged(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     copies = []
     for tensor in tensors:
         known = free[tensor.shape, tensor.dtype]
-        copy = known.pop() if known else torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy = known.pop() if known else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         copies.append(copy.copy_(tensor))
     return copies
 
@@ -37,4 +37,4 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     alone = tensor.untyped_storage().nbytes() == tensor.nbytes
     if alone and tensor.device.type == "cpu" and tensor.is_contiguous():
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)

@@ -43,6 +43,7 @@ from shardgraph.torch_api.execution import (
     autocast_state,
     below_autograd,
     boxed,
+    default_device,
     differentiated,
     global_hooks,
     is_profiled,

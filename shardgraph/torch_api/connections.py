@@ -69,7 +69,7 @@ def has_hung_up(rank: int) -> bool:
     if dist.get_backend() != "gloo":
         return False
     try:
-        _probes.append(dist.isend(torch.zeros(1), rank, tag=_PROBE))
+        _probes.append(dist.isend(torch.zeros(1, device="cpu"), rank, tag=_PROBE))
     except RuntimeError:
         return True
     return False

@@ -110,6 +110,12 @@ def modes_active() -> bool:
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
+def default_device() -> str:
+    """The type of the device on which tensors are made that are given none."""
+    # torch looks through the modes too, which takes longer than all else that is asked at every call.
+    return torch.get_default_device().type if torch._C._len_torch_function_stack() else "cpu"
+
+
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
     """``gm`` as a function of one list, which it empties: inputs are freed at their last use."""
     graph, own = gm.graph, gm.graph._codegen

@@ -31,7 +31,7 @@ def is_shard_placeholder(entry: Any) -> bool:
 
 def mesh_without_group(parts: int) -> DeviceMesh:
     """A mesh of one dimension to ask strategies about; it needs no process group and cannot communicate."""
-    return DeviceMesh("cpu", torch.arange(parts), _init_backend=False, _rank=0)
+    return DeviceMesh("cpu", torch.arange(parts, device="cpu"), _init_backend=False, _rank=0)
 
 
 def tensor_meta(value: torch.Tensor) -> TensorMeta:

@@ -72,7 +72,7 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
 
 def is_viewed(tensor: torch.Tensor) -> bool:
     """Whether other tensors are in the memory of a tensor, or autograd keeps it."""
-    alone = torch.empty(0)
+    alone = torch.empty(0, device="cpu")
     return _holders(tensor) > _holders(alone) or tensor.untyped_storage().nbytes() > tensor.nbytes
 
 

@@ -29,7 +29,7 @@ def differentiable(
     """
     results: list[dict[Any, Any]] = []
     leaves = [leaf for item in work for leaf in item.leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    anchor = torch.empty(0, requires_grad=True)  # gradients of parameters do not go through autograd
+    anchor = torch.empty(0, requires_grad=True, device="cpu")  # gradients of parameters do not go through autograd
     tensors = _Step.apply(pipeline, work, sync, guarded, results, anchor, *leaves)
     for (number, role, _), tensor in zip(_returned(work), tensors, strict=True):
         results[number][role] = tensor

@@ -70,7 +70,7 @@ def _closed(rank: int, group: dist.ProcessGroup) -> bool:
     if dist.get_backend(group) == "nccl":
         return False
     try:
-        if (work := dist.isend(torch.zeros(1), rank, group=group, tag=_PROBE)) is not None:
+        if (work := dist.isend(torch.zeros(1, device="cpu"), rank, group=group, tag=_PROBE)) is not None:
             work.wait(timedelta(seconds=1))
     except RuntimeError as error:
         return "imed out" not in str(error)

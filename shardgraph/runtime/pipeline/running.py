@@ -135,7 +135,7 @@ class RunningPipeline:
             self._schedules[count] = kind(stages, count, loss_fn=lambda loss, _: loss)
         losses: list[torch.Tensor] = []
         with torch.enable_grad():  # required by torch, though not by our graphs
-            self._schedules[count].step(target=torch.zeros(count), losses=losses, return_outputs=False)
+            self._schedules[count].step(target=torch.zeros(count, device="cpu"), losses=losses, return_outputs=False)
         return losses
 
     def _write_buffers(self, work: Sequence[Work]) -> None:
