@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _caller_freezes = False
+_MANY = 6_000_000  # objects, a gigabyte or two
 
 
 @contextmanager
@@ -31,3 +32,10 @@ def collected_later() -> Iterator[None]:
             gc.unfreeze()
         if running:
             gc.enable()
+
+
+def collect_if_many() -> None:
+    """Where no garbage is looked for, do so once there are millions of new objects: a search makes programs one after
+    the other, whose graphs are cycles, and drops most of them."""
+    if not gc.isenabled() and gc.get_count()[0] > _MANY:
+        gc.collect()

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import shardgraph
 from shardgraph import ir
 from shardgraph.checks.lockstep import run_lockstep
 from shardgraph.ir.attributes import EQUALS, MADE_BY, REDUCES
 from shardgraph.passes import lowering
+from shardgraph.plans.batch import Batch
 from tests.zoo import ZOO, make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -318,6 +319,47 @@ def test_a_wrong_operation_of_the_model_is_named_with_its_line(monkeypatch):
     _tampered(monkeypatch, change)
     divergence = _verify().first_divergence
     assert divergence.node == "gelu" and "zoo.py:" in divergence.source
+
+
+TARGETED = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+OF_CLASSES = {"example_kwargs": {"target": torch.arange(8) % 5}, "loss_fn": nn.functional.cross_entropy}
+
+
+@pytest.mark.quick("fsdp-*", "tp-*", "pp-*")
+@pytest.mark.parametrize(
+    ("plan", "mesh"),
+    [("fsdp", {"dp": 2}), ("zero2", {"dp": 4}), ("tp", {"tp": 2}), ("pp", {"pp": 2}), ("pp+fsdp", {"pp": 2, "dp": 2})],
+)
+def test_a_loss_with_a_target_is_that_of_the_program_as_for_plan_and_analyze(plan, mesh):
+    x = torch.randn(8, 8)
+    report = shardgraph.verify(TARGETED, (x,), plan, mesh=mesh, steps=2, **OF_CLASSES)
+    assert report.ok and report.coverage.share == 1.0, str(report)
+
+
+def test_the_loss_with_a_target_is_of_each_call_of_a_step():
+    batch = replace(shardgraph.preset("zero2", {"dp": 2}), batch=Batch(8, 2))
+    report = shardgraph.verify(TARGETED, (torch.randn(8, 8),), batch, **OF_CLASSES)
+    assert report.ok and "in 2 calls of each" in str(report)
+
+
+def test_statistics_of_all_rows_leave_each_rank_its_part_of_the_target():
+    model = nn.Sequential(nn.Linear(8, 16), nn.SyncBatchNorm(16), nn.Linear(16, 5))
+    assert shardgraph.verify(model, (torch.randn(8, 8),), "ddp", mesh={"dp": 2}, **OF_CLASSES).ok
+
+
+def test_a_wrong_gradient_of_a_loss_with_a_target_is_caught(monkeypatch):
+    _tampered(monkeypatch, _with_gradient_times("2.weight", 1.01))
+    report = shardgraph.verify(TARGETED, (torch.randn(8, 8),), "ddp", mesh={"dp": 2}, **OF_CLASSES)
+    assert not report.ok and max(report.errors, key=report.errors.get) == "gradient of 2.weight at step 0"
+
+
+def test_a_target_is_the_model_s_own_where_the_loss_takes_the_output_alone():
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) - target
+
+    call = {"example_kwargs": {"target": torch.randn(8, 5)}, "loss_fn": lambda output: output.square().mean()}
+    assert shardgraph.verify(Own(8, 5), (torch.randn(8, 8),), "fsdp", **call).ok
 
 
 def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():

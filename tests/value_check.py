@@ -23,7 +23,7 @@ class CheckValues:
     def __init__(self) -> None:
         # By value: the operation that it was found to be of, with the values of its arguments.
         self._known: Any = WeakIdKeyDictionary()
-        # By mesh, default dtype, operation and operands as layouts: the result's. Most programs of the tests have the same operations.
+        # By mesh, default dtype, operation and operands as layouts: the layout of what it gives.
         self._layouts: dict[Any, list[Any]] = {}
 
     def __call__(self, step: Pass, gm: fx.GraphModule, context: Context) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ def verify(
     cluster: Cluster | str | Path | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     global_batch: int | None = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
     steps: int = 1,
     fp64: bool = False,
@@ -158,10 +159,11 @@ def verify(
         example_kwargs: keyword inputs, likewise.
         global_batch: with ``plan="auto"``: samples of one step over all ranks, for which the layouts of
             ``shardgraph.plan`` are searched, pipelines among them; the chosen one is compared for the example inputs.
-        loss_fn: scalar of the model's output. Default: ``output.loss`` where there is one, the output if it is one
-            number, else a fixed projection of all floating tensors in it, on which every parameter that can have a
-            gradient has an effect. With a pipeline it is part of the program, as
-            for ``train_step``, and the batch that each data-parallel rank has is not divided in the original.
+        loss_fn: scalar of the model's output, or ``loss_fn(output, target)`` with a ``target`` in ``example_kwargs``.
+            Default: ``output.loss`` where there is one, the output if it is one number, else a fixed projection of all
+            floating tensors in it, on which every parameter that can have a gradient has an effect. With a target or a
+            pipeline it is part of the program, as for ``train_step``. With a pipeline the batch that each data-parallel
+            rank has is not divided in the original.
         optimizer: ``optimizer(parameters)`` returns the optimizer; default AdamW with a learning rate of 1e-3.
         steps: number of training steps to compare.
         fp64: compute in double precision from the start, casts of the model's own included. Otherwise a difference in
@@ -211,7 +213,7 @@ def verify(
 class _Trial:
     """How programs are compared; see :func:`verify`."""
 
-    loss_fn: Callable[[Any], torch.Tensor]
+    loss_fn: Callable[..., torch.Tensor]
     optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
     steps: int
     tolerance: float | None
@@ -221,7 +223,7 @@ class _Trial:
         """Train the ``original``, which is changed, and its program; ``exact`` if in double precision."""
         _move_weights(original, self.seed)
         cast_buffers(original, question.plan.precision, question.plan.annotations)
-        captures, loss = Captures(), self.loss_fn
+        captures = Captures()
         exact = exact and _computes_in(torch.float64, original, question.plan)
         parts, _ = _cut_batch(original, call, question.plan.data_size)
         with traced_in_double(exact):
@@ -233,24 +235,26 @@ class _Trial:
                 "model: shardgraph.prove proves its gradients, or freeze it with requires_grad_(False) meanwhile"
             )
         parts, batch = _cut_batch(original, call, plan.data_size)
+        loss = self._in_program(plan, call)
+        how = self.loss_fn, self.seed, exact, loss is not None
         comparison: Comparison
         if plan.pipeline is None:
             cut = _cut_calls(original, plan, parts)
-            programs = _programs(original, plan, cut[0], captures, None, exact)
+            programs = _programs(original, plan, cut[0], captures, loss, exact)
             if programs[0].joint.results and plan.calls > 1:  # which each call takes from the one before
                 cut = [[part] for part in parts]
-                programs = _programs(original, plan, cut[0], captures, None, exact)
+                programs = _programs(original, plan, cut[0], captures, loss, exact)
             if len(programs) > 1:
-                comparison = CallsComparison(original, plan, programs, cut, loss, self.seed, exact)
+                comparison = CallsComparison(original, plan, programs, cut, *how)
                 batch += f", in {len(programs)} calls of each"
                 batch += " reduced in the last" if plan.reduces_once else ""
             else:
-                comparison = Comparison(original, plan, programs, cut, loss, self.seed, exact)
+                comparison = Comparison(original, plan, programs, cut, *how)
                 batch += ", in one call of each" if plan.calls > 1 else ""
         else:
             cut = [microbatches(part, plan.pipeline.parts) for part in parts]
             programs = _programs(original, plan, cut[0], captures, loss, exact)
-            comparison = PipelineComparison(original, plan, programs, cut, loss, self.seed, exact, batches=parts)
+            comparison = PipelineComparison(original, plan, programs, cut, *how, batches=parts)
             batch += comparison.reference
         tolerance = self.tolerance
         if tolerance is None:
@@ -265,7 +269,21 @@ class _Trial:
         if question.automatic and question.total is not None:
             source = Source(question.about(args, kwargs, self.loss_fn), captures=captures, check_cut=check_cut)
             question = question.settled(choose_plan(source, own_batches=False))
-        return answer(question.about(args, kwargs, self.loss_fn if question.plan.pipeline else None), captures)
+        return answer(question.about(args, kwargs, self._in_program(question.plan, part)), captures)
+
+    def _in_program(self, plan: Plan, call: Any) -> Callable[..., torch.Tensor] | None:
+        """The loss, if it is part of the program of ``plan``."""
+        of_target = "target" in call[1] and self.loss_fn is not default_loss and _takes_target(self.loss_fn)
+        return self.loss_fn if plan.pipeline is not None or of_target else None
+
+
+def _takes_target(loss_fn: Callable[..., torch.Tensor]) -> bool:
+    """Whether a loss may be called with an output and a target."""
+    try:
+        inspect.signature(loss_fn).bind(None, None)
+    except (TypeError, ValueError):  # it takes the output alone; or is compiled, without a signature
+        return False
+    return True
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

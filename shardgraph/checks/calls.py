@@ -38,5 +38,6 @@ class CallsComparison(Comparison):
     def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
         """The first node of the first call that differs, if it were the only one."""
         first = [parts[:1] for parts in self.parts]
-        alone = Comparison(self.original, self.plan, self.programs[:1], first, self.loss_fn, self.seed, self.exact)
+        how = self.loss_fn, self.seed, self.exact, self.loss_in_program
+        alone = Comparison(self.original, self.plan, self.programs[:1], first, *how)
         return alone._bisect(step, parameters, buffers, limit)

@@ -48,18 +48,21 @@ class Comparison:
     """The original runs on each data-parallel rank's part of the batch in turn, the program on all ranks in lockstep.
 
     ``programs`` are those of each microbatch; ``parts`` has the microbatches of each data-parallel rank, as ``(args,
-    kwargs)``. ``errors`` has the relative error of each compared tensor by name, ``shown`` whether an error in the
-    gradient of a parameter would show, ``noise`` the elements of each whose weights are not compared, because their
-    gradient has been rounding error: none if ``exact``, with which all of the model is in double precision.
+    kwargs)``. With ``loss_in_program`` they return ``loss_fn(output, target)``, of a target among the inputs by name,
+    and nothing else; otherwise ``loss_fn(output)`` is computed of what they return. ``errors`` has the relative error
+    of each compared tensor by name, ``shown`` whether an error in the gradient of a parameter would show, ``noise`` the
+    elements of each whose weights are not compared, because their gradient has been rounding error: none if ``exact``,
+    with which all of the model is in double precision.
     """
 
     original: nn.Module
     plan: Plan
     programs: Sequence[Program]
     parts: list[list[Any]]
-    loss_fn: Callable[[Any], torch.Tensor]
+    loss_fn: Callable[..., torch.Tensor]
     seed: int
     exact: bool
+    loss_in_program: bool = False
     noise: Tensors = field(default_factory=dict)
     shown: dict[str, bool] = field(default_factory=dict)
     limit: float = 0.0
@@ -135,7 +138,7 @@ class Comparison:
                 attribute.put(self.original, value)
             for args, kwargs in parts:
                 with torch.no_grad(), in_double(self.exact):
-                    self.original(*args, **kwargs)
+                    self.original(*args, **self._with_target(kwargs)[0])
         _write(self._buffers(), self.buffers)
         numbers, batches = range(len(self.programs)), range(self.plan.data_size)
         values = [[self._inputs_alone(batch, self.buffers, n).__getitem__ for n in numbers] for batch in batches]
@@ -192,7 +195,7 @@ class Comparison:
 
     def _compare_outputs(self, rank: int, where: str, results: list[Any], expected: list[Any]) -> None:
         ((output, loss),), ((original, original_loss),) = results, expected
-        leaves = self._pairs(output, original)
+        leaves = [] if self.loss_in_program else self._pairs(output, original)
         floor = 1e-3 * _largest([theirs for _, theirs in leaves if isinstance(theirs, torch.Tensor)])
         for i, (mine, theirs) in enumerate(leaves):
             if isinstance(theirs, torch.Tensor):
@@ -325,10 +328,11 @@ class Comparison:
         policy = self.plan.precision, self.plan.annotations
         with scaled_products(cast, *policy):
             with casting(self.original, *policy), in_double(self.exact):
-                output = torch.func.functional_call(self.original, cast, args, dict(kwargs))
+                inputs, _ = self._with_target(kwargs)
+                output = torch.func.functional_call(self.original, cast, args, inputs)
                 if self.all_rows is not None:
                     output = rows_of_rank(output, rank, len(self.parts), self.all_rows)
-                loss = self.loss_fn(output)
+                loss = self.loss_fn(output, *self._with_target(part[1])[1])
             if loss.requires_grad and weight:
                 (loss * (weight / self.plan.data_size)).backward()
         written = {name: buffer.clone() for name, buffer in self._buffers().items()}
@@ -431,7 +435,12 @@ class Comparison:
     def _loss(self, output: Any) -> torch.Tensor:
         """The loss of a program's output."""
         with in_double(self.exact):
-            return self.loss_fn(output)
+            return output if self.loss_in_program else self.loss_fn(output)
+
+    def _with_target(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """What the model takes of inputs by name, and what the loss takes beside the output."""
+        inputs = dict(kwargs)
+        return inputs, [inputs.pop("target")] if self.loss_in_program and "target" in inputs else []
 
     def _bisect(self, step: int, parameters: Tensors, buffers: Tensors, limit: float) -> Divergence | None:
         """Run the captured graphs and the program again from the same state, and compare node by node."""
@@ -491,9 +500,6 @@ class PipelineComparison(Comparison):
             for each in (results, expected)
         )
         self.errors[f"loss of {where}"] = relative_error(mine, theirs)
-
-    def _loss(self, output: Any) -> torch.Tensor:
-        return output
 
 
 def _scaled(gradients: Mapping[Tangent, Any], weight: float) -> dict[Tangent, Any]:

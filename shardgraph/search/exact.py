@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardgraph.errors import PlanError
+from shardgraph.garbage import collect_if_many
 from shardgraph.plans.annotations.kinds import recompute
 from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
@@ -99,6 +100,7 @@ def price(source: Source, plan: Plan, budget: int, *, whole: bool = True) -> Pri
     Raises:
         PlanError: the plan does not fit the model, or what it offloads the host.
     """
+    collect_if_many()
     plan, analysis, gap = _analysed(source, plan, budget, whole)
     if isinstance(analysis, Analysis):
         _check_host(analysis)

@@ -17,6 +17,7 @@ from torch import fx
 from shardgraph.cost_models.cluster import Cluster
 from shardgraph.cost_models.schedules import most_in_flight
 from shardgraph.errors import PlanError, ShardGraphError
+from shardgraph.garbage import collect_if_many
 from shardgraph.ir import JointGraph
 from shardgraph.ir.attributes import RECOMPUTE
 from shardgraph.passes.analysis.liveness import MemoryProfile
@@ -119,6 +120,8 @@ class Recomputations:
     def program(self, choice: Choice) -> Program:
         """The program for a candidate."""
         if self._latest is None or self._latest[0] != choice:
+            self._latest = None
+            collect_if_many()
             self._latest = choice, lower(self.joint, self.chosen(choice), self.shapes)
         return self._latest[1]
 
