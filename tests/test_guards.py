@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 import shardgraph
 from tests import ranks
@@ -157,6 +158,25 @@ def test_the_next_call_sees_the_default_device():
     with torch.device("meta"):
         assert sharded(X)[1].device.type == "meta"
     assert sharded(X)[1].device.type == "cpu"
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if function is torch.tanh else result
+
+
+def test_the_next_call_sees_a_mode_that_changes_functions():
+    class Squashes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(x))
+
+    model = Squashes(4, 4)
+    sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
+    torch.testing.assert_close(sharded(X), model(X))
+    with Doubles():
+        torch.testing.assert_close(sharded(X), model(X))
+    torch.testing.assert_close(sharded(X), model(X))
 
 
 def test_what_forward_does_not_read_may_change_freely():

@@ -20,6 +20,7 @@ class ProgramKey(NamedTuple):
     autocast: Any
     dtype: Any
     device: str
+    functions: tuple[Any, ...]
     hooks: tuple[int, ...]
     with_loss: bool
     values: tuple[Any, ...] = ()
@@ -49,7 +50,8 @@ class ProgramKey(NamedTuple):
                 f"{sum(self.trained)} of {len(self.trained)} parameters require a gradient",
                 f"gradients {'on' if self.grad else 'off'}, autocast {self.autocast}, "
                 f"{'with' if self.with_loss else 'without'} loss",
-                f"default dtype {self.dtype}, default device {self.device}, {len(self.hooks)} hooks of all modules",
+                f"default dtype {self.dtype}, default device {self.device}, {len(self.functions)} modes of functions, "
+                f"{len(self.hooks)} hooks of all modules",
                 f"{len(self.buffers)} buffers, of shapes {shapes or 'none'}",
                 f"no longer {changed}" if changed else "the model's attributes as they were",
             ]

@@ -241,7 +241,7 @@ class Programs:
         """For each call, all that its program depends on."""
         layout, autocast = self._state.layout, torch_api.autocast_state(self._state.device.type)
         defaults = torch.get_default_dtype(), torch_api.default_device()
-        ambient = torch.is_grad_enabled(), autocast, *defaults, torch_api.global_hooks()
+        ambient = torch.is_grad_enabled(), autocast, *defaults, torch_api.function_modes(), torch_api.global_hooks()
         state = layout.modes, self._gradients(), *ambient, loss_fn is not None
         inputs = (tuple(map(input_key, self._numbers.lift(leaves, spec))) for leaves in calls)
         keys = (ProgramKey(layout.buffers, spec, each, *state) for each in inputs)

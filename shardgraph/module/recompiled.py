@@ -114,6 +114,8 @@ class Recompiled:
             yield f"default dtype {key.dtype} instead of {other.dtype}"
         if key.device != other.device:
             yield f"default device {key.device} instead of {other.device}"
+        if key.functions != other.functions:
+            yield "other modes of functions (torch.overrides.TorchFunctionMode)"
         if key.hooks != other.hooks:
             yield "other hooks of all modules (torch.nn.modules.module.register_module_...)"
         if key.with_loss != other.with_loss:

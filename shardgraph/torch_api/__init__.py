@@ -45,6 +45,7 @@ from shardgraph.torch_api.execution import (
     boxed,
     default_device,
     differentiated,
+    function_modes,
     global_hooks,
     is_profiled,
     is_transformed,

@@ -12,6 +12,8 @@ import torch._dynamo as dynamo
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,6 +116,13 @@ def default_device() -> str:
     """The type of the device on which tensors are made that are given none."""
     # torch looks through the modes too, which takes longer than all else that is asked at every call.
     return torch.get_default_device().type if torch._C._len_torch_function_stack() else "cpu"
+
+
+def function_modes() -> tuple[object, ...]:
+    """The modes that change what functions do, but for those of a default device."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext))
 
 
 def boxed(gm: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
