@@ -132,6 +132,35 @@ def on_another_default_device(name: str, plan: str, mesh: dict[str, int], length
     return max(((value - expected[key]).abs().max().item() for key, value in weights.items()), default=0.0)
 
 
+def microbatches_of_the_same() -> list[str]:
+    """Which way a pipeline's forward goes, of one that asks whether its inputs are one tensor."""
+    torch.manual_seed(0)
+    model, x, y = AsksOfStages(), torch.randn(4, 4), torch.randn(4, 4)
+    original = copy.deepcopy(model)
+    options: Any = {"pipeline": Pipeline(2), "loss_fn": nn.functional.mse_loss, "example_inputs": (x, x)}
+    sharded = shardgraph.compile(model, "pp", mesh={"pp": 2}, **options)
+    took = []
+    for inputs in [(x, x), (x, y), (x, x)]:
+        loss = sharded.train_step(*inputs, target=y)
+        ways = {way: nn.functional.mse_loss(original.went(way, *inputs), y) for way in ("alone", "both")}
+        took += [way for way, expected in ways.items() if torch.allclose(loss, expected)]
+        sharded.zero_grad()
+    return took
+
+
+class AsksOfStages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.both = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.went("alone" if y is x else "both", x, y)
+
+    def went(self, way: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.alone(x) if way == "alone" else self.both(x * y))
+
+
 def gradient_norms(name: str, plan: str, mesh: dict[str, int], norms: tuple[float, ...]) -> list[tuple[float, float]]:
     """The gradient's total norm of each order and the unsharded model's."""
     model, call = prepared(name, 2 * dist.get_world_size())

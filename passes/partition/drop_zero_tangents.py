@@ -23,8 +23,10 @@ _LINEAR = frozenset(
         aten._to_copy.default,
         aten._unsafe_view.default,
         aten.clone.default,
+        aten.div.Scalar,
         aten.div.Tensor,
         aten.embedding_dense_backward.default,
+        aten.mul.Scalar,
         aten.neg.default,
         aten.select_backward.default,
         aten.slice_backward.default,
@@ -102,13 +104,17 @@ def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], contex
         return
     value = node.meta["val"]
     outermost_first = sorted(range(value.dim()), key=value.stride, reverse=True)
-    shape = [value.shape[dim] for dim in outermost_first]
+    # What is the same along a dimension, as the gradient of a sum is, stays so: results are laid out by it.
+    own = [size if stride else 1 for size, stride in zip(value.shape, value.stride(), strict=True)]
+    shape = [own[dim] for dim in outermost_first]
     first = next(user for user in gm.graph.nodes if user in users)
     build = Builder(gm.graph, context.values, carried(Change.REWRITTEN, node), after=first.prev)
     made = build.call(aten.full.default, shape, 0, dtype=value.dtype, device=value.device, pin_memory=False)
     if outermost_first != sorted(outermost_first):
         inverse = [outermost_first.index(dim) for dim in range(value.dim())]
         made = build.call(aten.permute.default, made, inverse)
+    if own != list(value.shape):
+        made = build.call(aten.expand.default, made, list(value.shape))
     for user in users:
         user.replace_input_with(node, made)
 

@@ -50,17 +50,22 @@ class DivideIntoStages(GraphsPass):
         gm = graphs.pop("joint")
         parts = _parts(gm, assign_stages(gm, beginnings_of(gm, self.begin)))
         stages = [_stage_graph(gm, parts, number) for number in range(len(parts))]
-        _check_buffers(stages)
+        _check_written(stages)
         for number, stage in enumerate(stages):
             graphs[f"stage{number}/joint"] = stage
             context.batch_norms[number] = tuple(batch_norms(stage))
 
 
-def _check_buffers(stages: Sequence[fx.GraphModule]) -> None:
-    """Raise PlanError if a stage reads a buffer that another stage writes."""
+def _check_written(stages: Sequence[fx.GraphModule]) -> None:
+    """Raise PlanError if a stage writes an input of the call, or a buffer that another stage reads."""
     taken = {number: ir.placeholders(gm) for number, gm in enumerate(stages)}
     for number, gm in enumerate(stages):
         for role, _ in ir.outputs(gm):
+            if isinstance(role, ir.Mutation) and isinstance(role.of, ir.Input):
+                raise PlanError(
+                    f"forward writes to input {role.of.index} of the call in place, in stage {number}, and neither "
+                    "other microbatches nor other ranks would see what is written: let it compute a new tensor"
+                )
             written = isinstance(role, ir.Mutation) and isinstance(role.of, ir.Buffer)
             if written and (others := [other for other in taken if other != number and role.of in taken[other]]):
                 raise PlanError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardgraph.capture.capture import own_loss
 from shardgraph.module.sharded import ShardedModule
-from shardgraph.torch_api import pytree
+from shardgraph.torch_api import map_tensors, pytree
 
 _WARM = 2
 _LEAST = 3  # timed steps of a module at least
@@ -30,7 +30,7 @@ class TimedSteps:
 
     def __init__(self, sharded: ShardedModule, inputs: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         self.sharded = sharded
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _real, inputs)
+        args, kwargs = map_tensors(_real, inputs)
         shared = sharded.plan.data_size < sharded.plan.world_size
         self.inputs = _of_first_rank(args, kwargs) if shared else (args, kwargs)
         self.optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.0)
@@ -141,7 +141,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_first_rank(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The inputs of the first rank on all of them, where each has its own."""
-    shared = [pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, dict(kwargs)))]
+    shared = [map_tensors(torch.Tensor.cpu, (args, dict(kwargs)))]
     dist.broadcast_object_list(shared)
 
     def moved(own: Any, other: Any) -> Any:

@@ -45,7 +45,7 @@ from shardgraph.search.machine import default_mesh
 from shardgraph.search.planner import choose_plan
 from shardgraph.search.question import Question
 from shardgraph.search.source import Source
-from shardgraph.torch_api import pytree
+from shardgraph.torch_api import map_tensors, pytree
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -191,7 +191,7 @@ def verify(
     possible = global_batch is None or (plan == "auto" and model.training)
     expect(possible, "global_batch", global_batch, "for plan='auto' and a model in training mode")
     trial = _Trial(loss_fn or default_loss, optimizer or _adamw, steps, tolerance, seed)
-    call: Any = pytree.tree_map_only(torch.Tensor, _on_cpu, (tuple(example_inputs), dict(example_kwargs or {})))
+    call: Any = map_tensors(_on_cpu, (tuple(example_inputs), dict(example_kwargs or {})))
     if not fp64:
         report = trial.run(original := _copied(model), question(original), call, exact=False)
         given = report.plan.precision
@@ -199,7 +199,7 @@ def verify(
             return report
         if given.products:  # rounding to 8 bits makes much of a small difference
             precision = Precision(products=given.products)
-    double = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, call)
+    double = map_tensors(lambda t: t.double() if t.is_floating_point() else t, call)
     try:
         exact = trial.run(original := _copied(model).double(), question(original, precision), double, exact=True)
     except (NotImplementedError, RuntimeError):
@@ -362,5 +362,5 @@ def _cut_batch(model: nn.Module, call: Any, ranks: int) -> tuple[list[Any], str]
     lost = any(synchronized_batch_norms(model)) and returns_loss(model, call[0], call[1], torch.device("cpu"))
     if lost or not rows or rows % ranks:
         return [call] * ranks, "every rank on the whole batch"
-    cut = [pytree.tree_map_only(torch.Tensor, lambda t, r=r: t.chunk(ranks)[r].clone(), call) for r in range(ranks)]
+    cut = [map_tensors(lambda t, r=r: t.chunk(ranks)[r].clone(), call) for r in range(ranks)]
     return cut, f"a batch of {rows} cut among the ranks"

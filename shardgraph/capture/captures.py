@@ -21,7 +21,7 @@ from shardgraph.errors import CaptureError
 from shardgraph.ir import JointGraph
 from shardgraph.plans.annotations import kinds
 from shardgraph.plans.plan import Plan
-from shardgraph.torch_api import autocast_state, pytree
+from shardgraph.torch_api import autocast_state, map_tensors, pytree
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Call:
             resized = torch.empty(shape, dtype=tensor.dtype, device="meta")
             return resized.requires_grad_(tensor.requires_grad)
 
-        args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(resize, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     def repeated(self, batch: int) -> Call:
@@ -95,7 +95,7 @@ class Call:
             again = tensor.detach()[torch.arange(batch, device=tensor.device) % rows]
             return again.requires_grad_(tensor.requires_grad)
 
-        args, kwargs = pytree.tree_map_only(torch.Tensor, repeat, (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(repeat, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
     @property

@@ -24,7 +24,7 @@ from shardgraph.arguments import BOOL, NONE, TEXT, checked
 from shardgraph.capture.answered import Answers
 from shardgraph.capture.numbers import is_number
 from shardgraph.errors import ArgumentError
-from shardgraph.ir import Condition
+from shardgraph.ir import Condition, Sameness
 from shardgraph.torch_api import FakeTensor, unset_fake_temporarily
 
 _LARGEST = 4096
@@ -154,6 +154,18 @@ class Decisions:
     def unequal(self, line: str) -> None:
         """See :class:`shardgraph.torch_api.Decider`."""
         self.remedy = self._unequal[line]
+
+    def same(self, one: fx.Node, other: fx.Node, line: str) -> bool | None:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        found = [self._position.get(id(torch_api.example_of(node))) for node in (one, other)]
+        if None in found:
+            return None
+        first, second = sorted(position for position in found if position is not None)
+        value = self._leaves[first] is self._leaves[second]
+        condition = Sameness(f"{line}\n{first} is {second}", line, value, operator.is_, (first, second))
+        if condition not in self.conditions:
+            self.conditions.append(condition)
+        return value
 
     def assumed(self, line: str) -> bool | None:
         """See :class:`shardgraph.torch_api.Decider`."""

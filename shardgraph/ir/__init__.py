@@ -42,6 +42,7 @@ from shardgraph.ir.graph import (
     Origin,
     OutputAlias,
     RowNumber,
+    Sameness,
     UnboundGraph,
     add_output,
     copy_graph,

@@ -181,7 +181,7 @@ class Condition:
     key: str
     line: str
     value: Any
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Any]
     inputs: tuple[int, ...]
 
     def of(self, leaves: Sequence[Any]) -> Any:
@@ -191,6 +191,15 @@ class Condition:
                 return self.function(*(leaves[i].detach().clone() for i in self.inputs)).tolist()
         except (RuntimeError, IndexError, ValueError) as error:
             return type(error).__name__
+
+
+@dataclass(frozen=True)
+class Sameness(Condition):
+    """Whether two inputs of a call are one tensor."""
+
+    def of(self, leaves: Sequence[Any]) -> bool:
+        one, other = (leaves[i] for i in self.inputs)
+        return bool(self.function(one, other))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from shardgraph.runtime.pipeline.differentiable import differentiable
 from shardgraph.runtime.pipeline.failure import report_failure
 from shardgraph.runtime.pipeline.microbatches import batch_size, can_merge, merged, microbatches
 from shardgraph.runtime.pipeline.running import RunningPipeline, Work
-from shardgraph.torch_api import pytree
+from shardgraph.torch_api import map_tensors, pytree
 
 
 class PipelinedModule(ShardedModule):
@@ -120,7 +120,7 @@ class PipelinedModule(ShardedModule):
         self._watched()
         device, padded = self._state.device, self._padded(args, kwargs)
         flatten(padded)  # so that its types are known
-        call = pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else on_device(t, device), padded)
+        call = map_tensors(lambda t: t if t.is_meta else on_device(t, device), padded)
         count = self.pipeline.parts if loss_fn is not None or batch_size(call) >= self.pipeline.parts else 1
         work = self._cut(microbatches(call, count) if count > 1 else [call], loss_fn)
         if count > 1:

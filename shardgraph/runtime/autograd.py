@@ -24,6 +24,7 @@ from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
 from shardgraph.runtime.sample_rows import SampleRows
 from shardgraph.runtime.shortened_rows import shorten_rows
+from shardgraph.runtime.written_inputs import check_apart, written_inputs
 
 
 class Differentiable(Executor):
@@ -41,6 +42,7 @@ class Differentiable(Executor):
         self.settable = range(first)  # autograd counts tensors only
         self.saved = [i for i, role in enumerate(self.results) if isinstance(role, ir.Saved)]
         self.mutated = [(i, role.of) for i, role in enumerate(self.results) if isinstance(role, ir.Mutation)]
+        self.written = written_inputs(self.results)
         self.checked = [(i, role) for i, role in enumerate(self.results) if isinstance(role, ir.Checked)]
         inputs = program.reached if program.differentiable else ()
         # The results that the user sees, or a view of them, by position: with their tangents those that autograd
@@ -57,6 +59,7 @@ class Differentiable(Executor):
 
     def __call__(self, leaves: Sequence[Any], sync: Callable[[], bool]) -> Any:
         """Run on the flattened inputs of a call; returns the model's output. ``sync()`` is called in backward."""
+        check_apart(leaves, self.written)
         inputs = self.values(leaves)
         if not self.program.differentiable:
             with torch.no_grad():

@@ -102,6 +102,7 @@ from shardgraph.torch_api.tensors import (
     explain_refusals,
     is_viewed,
     local_tensor,
+    map_tensors,
     placed,
     with_strides,
 )

@@ -48,6 +48,10 @@ class Decider(Protocol):
     def unequal(self, line: str) -> None:
         """Both ways of the branch at this ``line`` leave behind what cannot be chosen between."""
 
+    def same(self, one: fx.Node, other: fx.Node, line: str) -> bool | None:
+        """Whether two inputs of the graph are one tensor, as Python asks at this ``line``; None if they are no inputs
+        of the call."""
+
     def assumed(self, line: str) -> bool | None:
         """Whether a branch at this ``line`` is to be captured as if its condition were true or false, and checked."""
 
@@ -92,6 +96,7 @@ def _install() -> None:
             if "JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")):
                 kind.dispatch_table[code] = _jump(kind.dispatch_table[code], "IF_TRUE" in name, "OR_POP" in name)
         kind.dispatch_table[dis.opmap["UNARY_NOT"]] = _negation(kind.dispatch_table[dis.opmap["UNARY_NOT"]])
+        kind.dispatch_table[dis.opmap["IS_OP"]] = _identity(kind.dispatch_table[dis.opmap["IS_OP"]])
     base: Any = symbolic_convert.InstructionTranslatorBase
     base.exception_handler = _noting(base.exception_handler)
     handlers: Any = TensorVariable
@@ -195,6 +200,25 @@ def _negation(original: Callable[..., None]) -> Callable[..., None]:
             return
         tx.pop()
         tx.push(VariableTracker.build(tx, not value))
+
+    return wrapped
+
+
+def _identity(original: Callable[..., None]) -> Callable[..., None]:
+    """Of two inputs the tracer knows that they are two."""
+
+    def wrapped(tx: Any, instruction: Any) -> None:
+        decider, variables = _decider.get(), [each.realize() for each in tx.stack[-2:]]
+        same = None
+        if decider is not None and all(isinstance(each, TensorVariable) for each in variables):
+            nodes = [each.as_proxy().node for each in variables]
+            if nodes[0] is not nodes[1] and all(node.op == "placeholder" for node in nodes):
+                same = decider.same(*nodes, _line(tx))
+        if same is None:
+            original(tx, instruction)
+            return
+        tx.popn(2)
+        tx.push(VariableTracker.build(tx, same != bool(instruction.argval)))
 
     return wrapped
 

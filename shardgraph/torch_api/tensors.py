@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
 
 from shardgraph.errors import MIXED
 
@@ -125,3 +126,15 @@ def explain_refusals(explained: Callable[[RuntimeError], Exception]) -> None:
 def _is_divided_on_cpu(tensor: Any) -> bool:
     on_cpu = isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu"
     return on_cpu and not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """``tree`` with ``function`` of each tensor in its place. What is one tensor stays one: forward may ask."""
+    made: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = function(tensor)
+        return made[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, once, tree)

@@ -14,7 +14,7 @@ from shardgraph.errors import PlanError, ShardGraphError
 from shardgraph.ir import Output, Role, outputs
 from shardgraph.passes.analysis.loss_reduction import LossReduction
 from shardgraph.passes.program import Program
-from shardgraph.torch_api import pytree
+from shardgraph.torch_api import map_tensors, pytree
 
 
 def batch_size(call: Any) -> int:
@@ -43,7 +43,7 @@ def microbatches(call: Any, count: int) -> list[Any]:
         return tensor[start:end].contiguous() if is_batch else tensor
 
     parts = itertools.pairwise([0, *ends])
-    return [pytree.tree_map_only(torch.Tensor, partial(cut, start=start, end=end), call) for start, end in parts]
+    return [map_tensors(partial(cut, start=start, end=end), call) for start, end in parts]
 
 
 def loss_counts(
