@@ -223,6 +223,28 @@ def test_of_copies_that_few_layers_do_not_tell_apart_one_layout_is_tried(monkeyp
     assert any("its layers are not alike" in remark for remark in finals.remarks)
 
 
+@pytest.mark.parametrize(("saved", "from_all"), [(0.05, True), (0.005, False)], ids=["much", "little"])
+def test_all_layers_are_analysed_for_a_layout_that_saves_much_where_few_do_not_tell_its_price(
+    monkeypatch, saved, from_all
+):
+    with torch.device("meta"):
+        model, x = Deep(12), torch.zeros(8, 32)
+    source, asked = source_of(64, Cluster.of("H100", nodes=8), model, (x,)).of_few_layers, []
+
+    def exactly(source: Source, plan: Plan, budget: int, *, whole: bool = True) -> Priced:
+        degree = plan.world_size // plan.data_size
+        asked.append((degree, whole))
+        if degree > 1 and not whole:
+            raise UnlikeError("its layers are not alike")
+        return Priced(plan, 50, 1.0 if degree == 1 else 1.0 - saved, {}, 512)
+
+    monkeypatch.setattr(auto, "price", exactly)
+    finals = auto.Finals(source, Estimates(source, 100, pipelines=False), 100)
+    layouts = [Layout(shard=64 // tp, tp=tp, batch=8 * tp) for tp in (2, 1)]
+    finals.price_best([(layouts[0], Estimate(1.0 - saved, 50, 1.0)), (layouts[1], Estimate(1.0, 50, 1.0))])
+    assert asked == [(2, False), (1, False), *from_all * [(2, True)]]
+
+
 class FewRows(nn.Module):
     """Layers most of whose parameters are in a matrix of two long rows, as experts' are in few large parts."""
 

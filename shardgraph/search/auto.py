@@ -86,6 +86,12 @@ _TRIES = 12
 _SMALLEST = 2
 """Those with the least memory that are priced then."""
 
+_WORTH_ALL_LAYERS = 0.01
+"""The part of a step that a layout has to save by its estimate for all its layers to be analysed for its price."""
+
+_FROM_ALL_LAYERS = 2
+"""Layouts that are priced so at most."""
+
 _TIMES_THE_DEVICES = (2, 4, 8, 16)
 """As many devices are tried where nothing fits."""
 
@@ -138,7 +144,7 @@ def search(
     question = source.question
     estimates = Estimates(source, budget, pipelines, own_batches, within)
     ranks, machine = question.plan.world_size, question.machine
-    finals = Finals(source, estimates, budget, within)
+    finals = Finals(source, estimates, budget, within, show)
     estimated = estimates.all(ranks, machine, batches, finals.bound)
     show("the best layouts")
     finals.price_best(estimated)
@@ -190,7 +196,15 @@ def _on_more(
 class Finals:
     """The exact prices of the layouts with the best estimates."""
 
-    def __init__(self, source: Source, estimates: Estimates, budget: int, limit: Limit = UNLIMITED) -> None:
+    def __init__(
+        self,
+        source: Source,
+        estimates: Estimates,
+        budget: int,
+        limit: Limit = UNLIMITED,
+        show: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self._show = show
         self._source, self._estimates, self._budget = source, estimates, budget
         self._question, self._machine = source.question, source.question.machine
         self._deep = source.depths is not None
@@ -234,6 +248,7 @@ class Finals:
             self._price(fitting[0][0], whole=True)
         self._price_schedules(fitting)
         self._price_divided(fitting)
+        self._price_unlike(fitting)
 
     def _price_schedules(self, fitting: Sequence[Estimated]) -> None:
         """Price, inside a node, the layout with the best estimate of each schedule that is close to the best price: of
@@ -262,6 +277,20 @@ class Finals:
             if self._least(layout, guess) * (1 - waiting) < self.fastest and self._is_possible(layout, guess):
                 self._price(layout)
                 priced.add((layout.stages, layout.dividing))
+
+    def _price_unlike(self, fitting: Sequence[Estimated]) -> None:
+        """Price from all layers the layouts with the best estimates whose layers are not scheduled alike, if they save
+        enough: that takes a minute or more."""
+        whole = 0
+        for layout, guess in fitting:
+            slow = per_sample((layout, guess)) > (1 - _WORTH_ALL_LAYERS) * self.fastest
+            if slow or whole == _FROM_ALL_LAYERS or self._limit.over or math.isinf(self.fastest):
+                break
+            unlike = self._priced.get(layout) is None and _of_copies(layout) in self._unlike
+            if unlike and not self._saves_needlessly(layout) and not self._is_too_large(layout, guess):
+                self._show("all layers of the best layout")
+                self._price(layout, whole=True)
+                whole += 1
 
     def _is_possible(self, layout: Layout, guess: Estimate) -> bool:
         """Whether a layout that may fit is worth a price: it may have stages, and saves no memory needlessly."""
