@@ -46,4 +46,4 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     start = tensor.storage_offset()
     last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (last + 1) * tensor.itemsize
+    return int(start) * tensor.itemsize, int(last + 1) * tensor.itemsize

@@ -213,7 +213,7 @@ def _identity(original: Callable[..., None]) -> Callable[..., None]:
         if decider is not None and all(isinstance(each, TensorVariable) for each in variables):
             nodes = [each.as_proxy().node for each in variables]
             if nodes[0] is not nodes[1] and all(node.op == "placeholder" for node in nodes):
-                same = decider.same(*nodes, _line(tx))
+                same = decider.same(nodes[0], nodes[1], _line(tx))
         if same is None:
             original(tx, instruction)
             return
