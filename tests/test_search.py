@@ -243,6 +243,7 @@ def test_all_layers_are_analysed_for_a_layout_that_saves_much_where_few_do_not_t
     layouts = [Layout(shard=64 // tp, tp=tp, batch=8 * tp) for tp in (2, 1)]
     finals.price_best([(layouts[0], Estimate(1.0 - saved, 50, 1.0)), (layouts[1], Estimate(1.0, 50, 1.0))])
     assert asked == [(2, False), (1, False), *from_all * [(2, True)]]
+    assert bool(finals.remarks) is not from_all
 
 
 class FewRows(nn.Module):

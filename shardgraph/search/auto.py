@@ -466,6 +466,9 @@ class Finals:
     def _price(self, layout: Layout, whole: bool = False) -> None:
         if self._priced.get(layout) is not None or (layout in self._priced and not whole):
             return
+        named = f"{layout.name} on {dict(layout.mesh)}: "
+        if whole:
+            self.remarks = {remark: None for remark in self.remarks if not remark.startswith(named)}
         try:
             if layout.stages > 1 and self._why_no_stages:
                 raise PlanError(self._why_no_stages)
@@ -475,7 +478,7 @@ class Finals:
             self._priced[layout] = None
             if isinstance(error, UnlikeError):
                 self._unlike.add(_of_copies(layout))
-            self.remarks[f"{layout.name} on {dict(layout.mesh)}: {error}"] = None
+            self.remarks[f"{named}{error}"] = None
 
     @cached_property
     def _why_no_stages(self) -> str:
