@@ -558,6 +558,16 @@ def _aliases(gm: fx.GraphModule, state: Any, role: Callable[[Any], ir.Role | Non
             aliases[index] = ir.OutputAlias(base, detached=detached)
         else:
             view = value.meta["val"]
-            offset = view.storage_offset() - base_value.storage_offset()
-            aliases[index] = ir.OutputAlias(base, tuple(view.shape), tuple(view.stride()), offset, detached)
+            if (real := view.dtype != base_value.dtype) and view.dtype != base_value.dtype.to_real():
+                continue  # bits as other numbers, which have no gradient: what the graph computes
+            aliases[index] = ir.OutputAlias(
+                base,
+                tuple(view.shape),
+                tuple(view.stride()),
+                view.storage_offset() - (2 if real else 1) * base_value.storage_offset(),
+                detached,
+                real,
+                conjugate=base_value.is_conj() if real else view.is_conj() != base_value.is_conj(),
+                negative=view.is_neg() != (base_value.is_neg() and not real),
+            )
     return aliases

@@ -32,6 +32,11 @@ def check(program: Program, by_tokens: bool = False) -> None:
             f"the embedding of {program.joint.shortened[0].fqn!r} has max_norm, and rows are shortened before the "
             "program runs, which an emitted file does not do: leave max_norm out, or use the compiled module"
         )
+    if not all(alias.plain for alias in program.joint.aliases.values()):
+        raise ShardGraphError(
+            "forward returns a view of a complex tensor that has other values than its memory (its conjugate, or its "
+            "real or imaginary part), which an emitted file does not make: return a copy, such as output.real.clone()"
+        )
     if not gives_loss(program):
         _check_outputs(program, by_tokens)
 

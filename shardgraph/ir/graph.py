@@ -17,7 +17,7 @@ from shardgraph.ir.generators import random_choices
 from shardgraph.ir.roles import Buffer, Role, Tangent
 from shardgraph.ir.shortened_rows import ShortenedRows
 from shardgraph.mesh import Mesh
-from shardgraph.torch_api import append_node
+from shardgraph.torch_api import append_node, negated
 
 
 class UnboundGraph(fx.GraphModule):
@@ -91,7 +91,8 @@ class OutputAlias:
 
     ``base`` is ``Input(i)``, ``Output(i)`` or ``IntermediateBase(i)``; the output is
     ``base.as_strided(size, stride, offset)``, or the base itself when ``size`` is None. If ``detached``, it requires no
-    gradient even if the base does.
+    gradient even if the base does. ``real``: it is of the real and imaginary parts in the memory of a complex base. If
+    ``conjugate`` or ``negative``, its values are the other ones of the same memory.
     """
 
     base: Role
@@ -99,6 +100,25 @@ class OutputAlias:
     stride: tuple[int, ...] | None = None
     offset: int = 0
     detached: bool = False
+    real: bool = False
+    conjugate: bool = False
+    negative: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the output has the values of its memory, as the base's dtype has them."""
+        return not (self.real or self.conjugate or self.negative)
+
+    def view(self, base: torch.Tensor) -> torch.Tensor:
+        """The output, from the base."""
+        if self.size is None:
+            return base
+        if self.real:
+            base = torch.view_as_real((base.conj() if self.conjugate else base).resolve_conj())
+        view = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        if self.conjugate and not self.real:
+            view = view.conj()
+        return negated(view) if self.negative else view
 
 
 @dataclass(frozen=True)

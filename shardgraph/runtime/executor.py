@@ -156,9 +156,7 @@ class Executor:
         for index, alias in self.program.joint.aliases.items():
             is_input = isinstance(alias.base, (ir.Input, ir.Buffer))
             base = self.state.value(alias.base, leaves) if is_input else by_role.get(alias.base)
-            view = base
-            if alias.size is not None:
-                view = base.as_strided(alias.size, alias.stride, base.storage_offset() + alias.offset)
+            view = alias.view(base)
             values[index] = view.detach() if alias.detached and view.requires_grad else view
         joint = self.program.joint
         made = pytree.tree_unflatten([values[i] for i in range(len(values))], joint.out_spec)

@@ -7,6 +7,7 @@ All other packages import from here, so that a new torch release is a change to 
 
 import torch._dynamo as dynamo
 import torch.utils._pytree as pytree
+from torch import _neg_view as negated
 from torch._C import _storage_address as storage_address  # type: ignore[attr-defined]  # the stubs lack it
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._ops import OpOverload, OpOverloadPacket
