@@ -19,6 +19,7 @@ from shardgraph.passes.program import Program, gradients_of
 from shardgraph.runtime.checked import check
 from shardgraph.runtime.executor import Executor, State, mesh_rank
 from shardgraph.runtime.gradients import check_plain, check_unchanged, on_any_data_rank, tangent_of
+from shardgraph.runtime.inner_outputs import Watched, check_unhooked, inner_outputs, watched
 from shardgraph.runtime.joined import announce, has_gradients
 from shardgraph.runtime.pipeline.messages import in_layout
 from shardgraph.runtime.rng import common_draw, rank_seed, seeded
@@ -66,13 +67,22 @@ class Differentiable(Executor):
                 results = self.run_forward(inputs, leaves)
         else:
             box: list[Any] = []
-            tensors = _Run.apply(self, leaves, sync, box, *inputs)
+            hooked: Watched = []
+            tensors = _Run.apply(self, leaves, sync, box, hooked, *inputs)
             results = box[0]
             for position in self.detached:  # may be one tensor with a result that autograd returns
                 results[position] = results[position].detach()
             for (position, _), tensor in zip(self.returned, tensors, strict=True):
                 results[position] = tensor
-        return self.deliver(dict(zip(self.results, results, strict=True)), leaves)
+        output = self.deliver(dict(zip(self.results, results, strict=True)), leaves)
+        if len(self.returned) > 1:
+            hooked += watched(output)
+        return output
+
+    @cached_property
+    def inner(self) -> frozenset[int]:
+        """The outputs that others are computed from: this reads the captured graph."""
+        return inner_outputs(self.program.joint)
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs of the forward graph: parameters, buffers, and those of a call."""
@@ -351,12 +361,14 @@ class _Run(torch.autograd.Function):
     """The two graphs as an autograd function. Parameters are DTensors and get DTensor gradients."""
 
     @staticmethod
-    def forward(ctx: Any, executor: Differentiable, leaves: Any, sync: Any, box: list[Any], *inputs: Any) -> Any:
+    def forward(
+        ctx: Any, executor: Differentiable, leaves: Any, sync: Any, box: list[Any], hooked: Watched, *inputs: Any
+    ) -> Any:
         results = executor.run_forward(inputs, leaves)
         saved = [results[i] for i in executor.saved]
         ctx.save_for_backward(*[value for value in saved if isinstance(value, torch.Tensor)])
         ctx.constants = [None if isinstance(value, torch.Tensor) else value for value in saved]
-        ctx.executor, ctx.sync, ctx.steps = executor, sync, executor.state.steps
+        ctx.executor, ctx.sync, ctx.steps, ctx.hooked = executor, sync, executor.state.steps, hooked
         local = ((fqn, torch_api.local_tensor(inputs[i])) for i, fqn in executor.needed)
         ctx.versions = [(fqn, shard, shard._version) for fqn, shard in local]
         ctx.set_materialize_grads(False)
@@ -367,6 +379,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         executor: Differentiable = ctx.executor
         check_unchanged(ctx.versions, stepped=executor.state.steps != ctx.steps)
+        check_unhooked(ctx.hooked, lambda: executor.inner)
         tensors = list(ctx.saved_tensors)
         if not torch_api.keep_graph():
             ctx.maybe_clear_saved_tensors()
@@ -387,7 +400,7 @@ class _Run(torch.autograd.Function):
             gradients = _Once.apply(torch.empty(0, requires_grad=True, device="cpu"), *gradients)
         else:
             executor.set_gradients(gradients, ctx.next_functions)
-        return (None, None, None, None, *gradients)
+        return (None, None, None, None, None, *gradients)
 
 
 class _Once(torch.autograd.Function):
