@@ -179,6 +179,18 @@ def test_the_next_call_sees_a_mode_that_changes_functions():
     torch.testing.assert_close(sharded(X), model(X))
 
 
+def test_tensors_in_place_of_parameters_are_refused_and_neither_they_nor_the_model_changed():
+    sharded = shardgraph.compile(nn.Linear(4, 4), "single", progress=False)
+    before = sharded(X)
+    values = {name: 2 * parameter for name, parameter in sharded.named_parameters()}
+    with pytest.raises(shardgraph.ShardGraphError, match=r"functional_call\(sharded\.original"):
+        torch.func.functional_call(sharded, values, (X,))
+    assert all(value.grad_fn is not None for value in values.values())
+    torch.testing.assert_close(sharded(X), before)
+    torch.func.functional_call(sharded.original, values, (X,)).sum().backward()
+    assert all(parameter.grad is not None for parameter in sharded.parameters())
+
+
 def test_what_forward_does_not_read_may_change_freely():
     model = Reads()
     sharded = shardgraph.compile(model, "single", progress=False)

@@ -399,6 +399,12 @@ class ShardedModule(SavedState):
                     f"the parameter {names[0]!r} was added or replaced after shardgraph.compile, under a plan with a "
                     "pipeline or offloaded parameters: change the model before, or compile it again"
                 )
+            if computed := [name for name in names if not isinstance(parameters[name], nn.Parameter)]:
+                raise ShardGraphError(
+                    f"in the place of the parameter {computed[0]!r} is a tensor that is none, as in "
+                    "torch.func.functional_call: call functional_call(sharded.original, ...), which runs as written, "
+                    "with whole tensors (inside of sharded.unsharded() the parameters are)"
+                )
             check_tensors(self.original)
             lines += [f"{name}: {list(parameters[name].shape)} {digest(parameters[name])}" for name in names]
         with self._setup.agreement.on_all_ranks("their shards"):
