@@ -79,7 +79,7 @@ def test_a_step_adds_up_to_its_parts(reduce):
     assert (ADDITION in parts.seconds) == (reduce == "each")  # else additions are rows
 
 
-@pytest.mark.quick("each")
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_a_deep_model_is_analysed_from_a_few_of_its_layers(reduce):
     plan = replace(shardgraph.preset("fsdp", {"dp": 4}), batch=Batch(64, 4, reduce))

@@ -109,7 +109,7 @@ def test_activations_may_be_whole_beside_experts_and_sequences():
     assert report.ok, str(report)
 
 
-@pytest.mark.quick("ep+cp+tp+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", TOGETHER)
 def test_a_division_of_experts_operators_and_sequences_together_is_proved(plan):
     model, (args, kwargs) = of_even_length(4)

@@ -81,6 +81,7 @@ def test_what_is_live_at_the_peak_is_told_by_name():
     assert kinds[2].endswith(f" parameters, of which head.weight {weights:.1f} MiB")
 
 
+@pytest.mark.slow
 def test_what_equal_layers_save_is_told_together():
     source = source_of(llama(4), kwargs=text(64))
     plan = shardgraph.preset("ddp", {"dp": 2})

@@ -187,6 +187,7 @@ def over_a_slow_link(model: nn.Module) -> shardgraph.Plan:
     return shardgraph.plan(model, **rows, loss_fn=nn.functional.mse_loss, cluster=slow)
 
 
+@pytest.mark.slow
 def test_a_model_without_equal_layers_has_stages_where_that_is_fastest():
     plan = over_a_slow_link(unlike(4))
     assert plan.name == "pp" and dict(plan.whole_mesh) == {"pp": 2}
@@ -492,6 +493,7 @@ def test_of_permitted_precisions_the_fastest_is_found():
     assert re.search("of the precisions that are permitted, .* in parameters bfloat16.* in dtypes", found.explain())
 
 
+@pytest.mark.slow
 def test_a_precision_that_does_not_fit_is_told():
     permitted = (shardgraph.Precision(), "bf16")
     both = [shardgraph.plan(**wide(), precision=each, offload=NOTHING).considered for each in permitted]

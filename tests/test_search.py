@@ -423,7 +423,7 @@ def test_layers_that_save_in_host_memory_are_far_from_each_other():
     assert away.annotations == tuple((f"layers.{layer}", offload()) for layer in (3, 5, 7))
 
 
-@pytest.mark.quick("4-True", "8-False")
+@pytest.mark.quick("8-False")
 @pytest.mark.parametrize(("tp", "known"), [(2, True), (4, True), (8, False)])
 def test_ranks_of_several_nodes_that_do_not_divide_the_heads_have_no_estimate(tp, known):
     """Attention of four heads, which eight ranks would do all of."""
