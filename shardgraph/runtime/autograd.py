@@ -82,7 +82,7 @@ class Differentiable(Executor):
     @cached_property
     def inner(self) -> frozenset[int]:
         """The outputs that others are computed from: this reads the captured graph."""
-        return inner_outputs(self.program.joint)
+        return inner_outputs(self.program)
 
     def values(self, leaves: Sequence[Any]) -> list[Any]:
         """The inputs of the forward graph: parameters, buffers, and those of a call."""

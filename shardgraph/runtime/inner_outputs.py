@@ -15,35 +15,29 @@ import torch
 from torch import fx
 
 from shardgraph.errors import BackwardError
-from shardgraph.ir import IntermediateBase, JointGraph, Output, OutputAlias, Tangent, outputs, placeholders
+from shardgraph.ir import IntermediateBase, Output, OutputAlias, outputs, placeholders
+from shardgraph.passes.program import Program
+from shardgraph.runtime.gradients import tangent_of
 from shardgraph.torch_api import pytree
-
-Returned = (Output, IntermediateBase)
 
 Watched = list[tuple[int, "weakref.ref[torch.Tensor]"]]
 
 
-def inner_outputs(joint: JointGraph) -> frozenset[int]:
+def inner_outputs(program: Program) -> frozenset[int]:
     """The positions of those outputs among the model's, flattened."""
+    joint = program.joint
     results = [(role, value) for role, value in outputs(joint.module) if isinstance(value, fx.Node)]
     given = placeholders(joint.module)
     # Views are computed of what is returned, or of a base that is, and autograd knows that they are.
-    ends = {value for role, value in results if isinstance(role, Returned) and _tangent(role) in given}
-    returned = {
-        role.index: value for role, value in results if isinstance(role, Output) and role.index < joint.returned
-    }
-    aliases = joint.aliases
-    own = {index: value for index, value in returned.items() if index not in aliases or _is_computed(aliases[index])}
-    return frozenset(index for index, value in own.items() if _reaches(value, ends - {value}))
-
-
-def _tangent(role: Output | IntermediateBase) -> Tangent:
-    return Tangent(role.index if isinstance(role, Output) else -1 - role.index)
+    ends = {value for role, value in results if tangent_of(role, program) in given}
+    own = {role.index: value for role, value in results if isinstance(role, Output) and role.index < joint.returned}
+    computed = (index for index in own if index not in joint.aliases or _is_computed(joint.aliases[index]))
+    return frozenset(index for index in computed if _reaches(own[index], ends - {own[index]}))
 
 
 def _is_computed(alias: OutputAlias) -> bool:
     """Whether a view is of what the graph computes."""
-    return isinstance(alias.base, Returned) and not alias.detached
+    return isinstance(alias.base, (Output, IntermediateBase)) and not alias.detached
 
 
 def _reaches(start: fx.Node, ends: set[fx.Node]) -> bool:
