@@ -116,20 +116,20 @@ def on_another_default_device(name: str, plan: str, mesh: dict[str, int], length
     args, kwargs = part(call, preset(plan, mesh))
     with torch.device("meta"):
         sharded = shardgraph.compile(model, plan, mesh=mesh, example_inputs=args, example_kwargs=kwargs)
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            scalar(sharded(*args, **kwargs)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        _descend(sharded, args, kwargs)
+    _descend(original, *call)
     weights = sharded.full_state_dict()  # by torch's own DTensor
-    optimizer = torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        scalar(original(*call[0], **call[1])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
     assert bool(weights) == (dist.get_rank() == 0)
     expected = original.state_dict()
     return max(((value - expected[key]).abs().max().item() for key, value in weights.items()), default=0.0)
+
+
+def _descend(model: nn.Module, args: Any, kwargs: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        scalar(model(*args, **kwargs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def microbatches_of_the_same() -> list[str]:

@@ -336,6 +336,12 @@ def test_a_loss_with_a_target_is_that_of_the_program_as_for_plan_and_analyze(pla
     assert report.ok and report.coverage.share == 1.0, str(report)
 
 
+def test_a_loss_without_a_signature_takes_the_target():
+    call = {"example_kwargs": {"target": torch.randn(8)}, "loss_fn": torch.dot}
+    model = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0))
+    assert shardgraph.verify(model, (torch.randn(8, 8),), "ddp", mesh={"dp": 2}, **call).ok
+
+
 def test_the_loss_with_a_target_is_of_each_call_of_a_step():
     batch = replace(shardgraph.preset("zero2", {"dp": 2}), batch=Batch(8, 2))
     report = shardgraph.verify(TARGETED, (torch.randn(8, 8),), batch, **OF_CLASSES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from torch import nn
 from shardgraph.api.options import MAKES_OPTIMIZER, OPTIONS
 from shardgraph.api.unsharded import check_unsharded
 from shardgraph.arguments import BOOL, NOT_NEGATIVE, SEED, WHOLE, checked
-from shardgraph.capture.capture import returns_loss
+from shardgraph.capture.capture import returns_loss, takes
 from shardgraph.capture.captures import Call, Captures
 from shardgraph.capture.casting import cast_buffers, computed_dtypes
 from shardgraph.capture.double import traced_in_double
@@ -273,17 +272,8 @@ class _Trial:
 
     def _in_program(self, plan: Plan, call: Any) -> Callable[..., torch.Tensor] | None:
         """The loss, if it is part of the program of ``plan``."""
-        of_target = "target" in call[1] and self.loss_fn is not default_loss and _takes_target(self.loss_fn)
+        of_target = "target" in call[1] and self.loss_fn is not default_loss and takes(self.loss_fn, 2)
         return self.loss_fn if plan.pipeline is not None or of_target else None
-
-
-def _takes_target(loss_fn: Callable[..., torch.Tensor]) -> bool:
-    """Whether a loss may be called with an output and a target."""
-    try:
-        inspect.signature(loss_fn).bind(None, None)
-    except (TypeError, ValueError):  # it takes the output alone; or is compiled, without a signature
-        return False
-    return True
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

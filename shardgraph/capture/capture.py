@@ -61,16 +61,24 @@ def own_loss(output: Any) -> Any:
 
 
 def _check_takes_output(loss_fn: Callable[..., torch.Tensor]) -> None:
-    """Raise CaptureError if a loss that is given no target needs one; what has no signature may be called."""
+    """Raise CaptureError if a loss that is given no target needs one."""
+    if not takes(loss_fn, 1):
+        raise CaptureError(
+            f"loss_fn{inspect.signature(loss_fn)} is called with the model's output alone, since the call has no "
+            "'target': give it one by name, in example_kwargs={..., 'target': ...}, or a loss_fn that takes nothing "
+            "but the output"
+        )
+
+
+def takes(loss_fn: Callable[..., torch.Tensor], values: int) -> bool:
+    """Whether a loss may be called with so many values; what has no signature may."""
     with suppress(ValueError):
         signature = inspect.signature(loss_fn)
         try:
-            signature.bind(None)
+            signature.bind(*values * [None])
         except TypeError:
-            raise CaptureError(
-                f"loss_fn{signature} is called with the model's output alone, since the call has no 'target': give it "
-                "one by name, in example_kwargs={..., 'target': ...}, or a loss_fn that takes nothing but the output"
-            ) from None
+            return False
+    return True
 
 
 def _check_loss(joint: ir.JointGraph) -> None:

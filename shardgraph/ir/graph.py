@@ -92,7 +92,8 @@ class OutputAlias:
     ``base`` is ``Input(i)``, ``Output(i)`` or ``IntermediateBase(i)``; the output is
     ``base.as_strided(size, stride, offset)``, or the base itself when ``size`` is None. If ``detached``, it requires no
     gradient even if the base does. ``real``: it is of the real and imaginary parts in the memory of a complex base. If
-    ``conjugate`` or ``negative``, its values are the other ones of the same memory.
+    ``conjugate`` or ``negative``, its values are the other ones of the same memory; of a ``real`` one, ``conjugate``
+    says that the base's are.
     """
 
     base: Role

@@ -282,9 +282,9 @@ class Finals:
         """Price from all layers the layouts with the best estimates whose layers are not scheduled alike, if they save
         enough: that takes a minute or more."""
         whole = 0
-        for layout, guess in fitting:
+        for layout, guess in fitting if self._best is not None else ():
             slow = per_sample((layout, guess)) > (1 - _WORTH_ALL_LAYERS) * self.fastest
-            if slow or whole == _FROM_ALL_LAYERS or self._limit.over or math.isinf(self.fastest):
+            if slow or whole == _FROM_ALL_LAYERS or self._limit.over:
                 break
             unlike = self._priced.get(layout) is None and _of_copies(layout) in self._unlike
             if unlike and not self._saves_needlessly(layout) and not self._is_too_large(layout, guess):

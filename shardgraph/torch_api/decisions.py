@@ -208,8 +208,8 @@ def _identity(original: Callable[..., None]) -> Callable[..., None]:
     """Of two inputs the tracer knows that they are two."""
 
     def wrapped(tx: Any, instruction: Any) -> None:
-        decider, variables = _decider.get(), [each.realize() for each in tx.stack[-2:]]
-        same = None
+        decider, same = _decider.get(), None
+        variables = [] if decider is None else [each.realize() for each in tx.stack[-2:]]
         if decider is not None and all(isinstance(each, TensorVariable) for each in variables):
             nodes = [each.as_proxy().node for each in variables]
             if nodes[0] is not nodes[1] and all(node.op == "placeholder" for node in nodes):
