@@ -21,7 +21,7 @@ from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import get_metrics_context
-from torch._dynamo.variables import UserFunctionVariable, user_defined
+from torch._dynamo.variables import UserFunctionVariable, torch_function, user_defined
 from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._export.utils import _compiling_state_context
@@ -73,6 +73,14 @@ def _no_python_draws() -> AbstractContextManager[Any]:
         )
 
     return patch.object(user_defined, "call_random_fn", refuse)
+
+
+def _functions_as_called() -> AbstractContextManager[Any]:
+    """Inside, the graph has the functions that forward calls, whatever modes are active: these change them where the
+    graph is lowered. Tracers before torch 2.12 trace through modes too, so that those would change functions twice."""
+    kind: Any = torch_function.SymbolicTorchFunctionState
+    begin = kind.__init__
+    return patch.object(kind, "__init__", lambda state, _, **options: begin(state, (), **options))
 
 
 class UntrainedWarning(UserWarning):
@@ -189,7 +197,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
         warnings.simplefilter("always")
         taken = _distributions(), _no_python_draws(), _reentrant_checkpoints(), derivatives.leaves_in_forward()
         with ExitStack() as inside:
-            for taking in (*taken, _no_names_for_logs(), get_metrics_context(), as_compiling()):
+            for taking in (*taken, _functions_as_called(), _no_names_for_logs(), get_metrics_context(), as_compiling()):
                 inside.enter_context(taking)
             captured = fullgraph_capture(model, args, kwargs)
         if captured.backend_input is None:
