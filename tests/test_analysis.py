@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -270,6 +271,66 @@ def test_so_are_those_whose_small_shards_fall_otherwise_into_what_is_updated_tog
     live, expected = (sum(each.rows[-1].memory.values()) for each in (folded, whole))
     assert 0 < abs(live - expected) < 4 * 2**20 and live == pytest.approx(expected, rel=1e-3)
     assert folded.peak_memory == whole.peak_memory and folded.time.total == pytest.approx(whole.time.total)
+
+
+class Towers(nn.Module):
+    """Two stacks, of which the second reads what the first gives, and the layer ``reads`` of that by its number."""
+
+    def __init__(self, layers: int, reads: int = -1) -> None:
+        super().__init__()
+        self.reads = reads
+        self.first, self.second = (
+            nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(layers)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        seen = x
+        for layer in self.first:
+            seen = layer(seen)
+        seen = seen + self.first[self.reads](x) if self.reads >= 0 else seen
+        for layer in self.second:
+            x = layer(x + seen)
+        return x.square().mean()
+
+
+def _programs_of(monkeypatch) -> list[nn.Module]:
+    """The models of which programs are analysed whole from now on."""
+    search, models = importlib.import_module("shardgraph.search.analysis"), []
+    unfolded = search.unfolded
+    monkeypatch.setattr(search, "unfolded", lambda each: models.append(each.question.model) or unfolded(each))
+    return models
+
+
+TWO_STACKS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "towers": lambda: (Towers(14), {"example_inputs": (torch.zeros(2**16, 1024),)}),
+    "a transformer of torch": lambda: (
+        nn.Transformer(512, 8, 15, 14, 2048, batch_first=True),
+        {"example_inputs": (torch.zeros(8, 12, 512), torch.zeros(8, 10, 512))},
+    ),
+}
+
+
+@pytest.mark.quick("ddp-towers")
+@pytest.mark.parametrize(("plan", "name"), [("ddp", "towers"), *(("single", name) for name in TWO_STACKS)])
+def test_two_stacks_are_written_down_from_a_few_layers_of_each(monkeypatch, plan, name):
+    with torch.device("meta"):
+        model, call = TWO_STACKS[name]()
+    apart = replace(shardgraph.preset(plan, {"dp": 1 if plan == "single" else 2}), bucket=0)
+    whole, models = shardgraph.analyze(model, **call, plan=apart, cluster="H100", fold=False), _programs_of(monkeypatch)
+    folded = shardgraph.analyze(model, **call, plan=apart, cluster="H100")
+    _assert_equal(folded, whole)
+    stacks = [[each for each in few.modules() if isinstance(each, nn.ModuleList)] for few in models]
+    assert {tuple(map(len, few)) for few in stacks} == {(6, 6), (6, 7), (7, 6), (7, 7)}
+
+
+def test_a_stack_of_which_forward_reads_a_layer_by_its_number_has_all_its_layers(monkeypatch):
+    with torch.device("meta"):
+        model, call = Towers(14, reads=12), {"example_inputs": (torch.zeros(8, 1024),)}
+    model.second.append(nn.Sequential(nn.Linear(1024, 1024, device="meta"), nn.Tanh()))  # the longest
+    models = _programs_of(monkeypatch)
+    folded = shardgraph.analyze(model, **call, plan="single", cluster="H100")
+    assert {(len(few.first), len(few.second)) for few in models} == {(14, 6), (14, 7)}
+    _assert_equal(folded, shardgraph.analyze(model, **call, plan="single", cluster="H100", fold=False))
 
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1024}  # a layer has more than is updated together

@@ -144,5 +144,5 @@ def test_parameters_that_forward_reads_from_a_list_are_refused_and_not_frozen():
 
 def test_a_shortened_model_is_a_copy():
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2) for _ in range(5)]))
-    short = shortened(model, Stack("0", 5), 2)
+    short = shortened(model, (Stack("0", 5), 2))
     assert len(short[0]) == 2 and len(model[0]) == 5 and short[0][0].weight is model[0][0].weight

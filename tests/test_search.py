@@ -30,7 +30,7 @@ from shardgraph.report.analysis import Analysis
 from shardgraph.report.pipeline_folding import units_of_stages
 from shardgraph.search import analysis, auto
 from shardgraph.search.batches import Batches
-from shardgraph.search.cost_table import program_of
+from shardgraph.search.cost_table import CostTable, program_of
 from shardgraph.search.estimate import Estimate
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, UnlikeError, cheapest, price
@@ -351,6 +351,27 @@ def test_the_costs_of_a_few_units_are_those_of_all_layers(name):
     assert costs.whole == pytest.approx(whole_costs(*whole).whole, rel=1e-6)
     first = next(i for i, row in enumerate(rows) if row.module.startswith(f"layers.{stack.head}."))
     assert costs.head.forward == pytest.approx(sum(row.seconds for row in rows[:first]))
+
+
+TRANSFORMERS = {"a long encoder": (24, 14), "a long decoder": (14, 24)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["none", "full"])
+@pytest.mark.parametrize("layers", TRANSFORMERS.values(), ids=TRANSFORMERS)
+def test_the_costs_of_a_few_layers_of_two_stacks_are_those_of_all(layers, again):
+    """The shorter one is a part of what comes before the layers of the longer one, or after them."""
+    with torch.device("meta"):
+        model, call = nn.Transformer(512, 8, *layers, 2048, batch_first=True), 2 * (torch.zeros(8, 128, 512),)
+    source = source_of(8, Cluster.of("H100", nodes=1), model, call).of_few_layers
+    assert source.depths is not None and len(source.depths.others) == 1
+    plan = replace(shardgraph.preset("ddp", {"dp": 1}), bucket=0, recompute=again)
+    found = CostTable(source, 8)._analysed(plan, None)
+    whole = whole_costs(*program_of(replace(source, depths=None), plan))
+    assert found.layers == max(layers) and found.whole == pytest.approx(whole.whole, rel=1e-6)
+    assert found.working == pytest.approx(whole.working, rel=0.02)
+    shorter, longer = (found.head, found.tail) if layers[1] > layers[0] else (found.tail, found.head)
+    assert shorter.forward > 100 * longer.forward
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from shardgraph import CaptureError, ShardGraphError
 from shardgraph.report.analysis import analyze_program
 from shardgraph.search.symbolic import Symbolic
 from tests.machines import GIB, toy_cluster
-from tests.test_analysis import gpt2, llama, text
+from tests.test_analysis import Towers, gpt2, llama, text
 from tests.zoo import make
 
 pytestmark = pytest.mark.usefixtures("shared_captures")
@@ -116,6 +116,18 @@ def test_the_step_takes_between_the_fastest_and_the_slowest(llama_costs):
 def test_a_folded_stack_gives_what_all_its_layers_give():
     folded, whole = of_llama(layers=9).symbolic(), of_llama(layers=9, fold=False)
     assert folded.at()["peak_memory"] == whole.peak_memory and folded.at()["flops"] == whole.flops
+
+
+@pytest.mark.slow
+def test_so_do_two_folded_stacks():
+    with torch.device("meta"):
+        model, x = Towers(14), torch.zeros(4, 1024)
+    folded, whole = (
+        shardgraph.analyze(model, (x,), plan="single", mesh={"dp": 1}, cluster=toy_cluster(), fold=fold)
+        for fold in (True, False)
+    )
+    assert folded.symbolic().at()["peak_memory"] == whole.peak_memory
+    assert folded.symbolic().at()["flops"] == whole.flops
 
 
 def test_flops_grow_with_the_square_of_the_sequence(llama_costs):

@@ -194,7 +194,7 @@ def _lowered(plan: Plan, call: Call) -> _Outline:
     stack, equal = stack_of_forms(call.model), SHALLOW[0][-1]
     if stack is not None and stack.period == 1 and treats_alike(plan, call.model, stack):
         try:
-            short, few = shortened(call.model, stack, equal), f"{stack.up_to(equal)} of {stack.layers} layers"
+            short, few = shortened(call.model, (stack, equal)), f"{stack.up_to(equal)} of {stack.layers} layers"
             outline = _Outline.of(_program(plan, replace(call, model=short)), short, few)
             outline.modules.lengthen(stack, equal)
             return outline

@@ -6,7 +6,8 @@ is then a unit of layers, one of each kind. What is said of layers here holds fo
 One more layer of a stack inserts one more segment of operations into forward and one into backward, with the same
 costs, and shifts the live bytes by the same amount. Two shallow programs determine the segment and the shifts, where
 their graphs are one traced graph in which an equal layer is repeated. Of graphs that were traced one by one a third
-program must show that the layers are alike.
+program must show that the layers are alike. Of a model with several stacks, as an encoder and a decoder are, each
+program of a few layers of one is written down from such programs with a few of the next.
 """
 
 from __future__ import annotations
@@ -63,8 +64,13 @@ class NotPeriodicError(Exception):
 def stack_of_forms(model: nn.Module) -> Stack | None:
     """The longest ``ModuleList`` whose layers have equal modules and parameter shapes, if any, but for the first ones,
     or for those of a few kinds in turns."""
-    stacks = (_stack(path, list(layers)) for path, layers in model.named_modules() if isinstance(layers, nn.ModuleList))
-    return max((stack for stack in stacks if stack is not None), key=lambda stack: stack.layers, default=None)
+    return max(_stacks_of_forms(model), key=lambda stack: stack.layers, default=None)
+
+
+def _stacks_of_forms(model: nn.Module) -> Iterator[Stack]:
+    for path, layers in model.named_modules():
+        if isinstance(layers, nn.ModuleList) and (stack := _stack(path, list(layers))) is not None:
+            yield stack
 
 
 def find_stack(model: nn.Module) -> Stack | None:
@@ -75,6 +81,17 @@ def find_stack(model: nn.Module) -> Stack | None:
         return longest
     in_turns = _aligned(longest, longest.head, 2 * longest.period)
     return in_turns if _is_long(in_turns) and not unlike(model, in_turns) else longest
+
+
+def find_others(model: nn.Module, longest: Stack) -> list[Stack]:
+    """The further stacks of which few layers tell of the others, the longest first, such as an encoder's beside a
+    decoder's: those with more units than two programs of few, and not inside another."""
+    found = [longest]
+    for stack in sorted(_stacks_of_forms(model), key=lambda stack: -stack.layers):
+        apart = not any(stack.prefix.startswith(each.prefix) or each.prefix.startswith(stack.prefix) for each in found)
+        if apart and stack.units > sum(shallow(stack)[0][1:]) and not unlike(model, stack):
+            found.append(stack)
+    return found[1:]
 
 
 def _stack(path: str, layers: Sequence[nn.Module]) -> Stack | None:
@@ -166,13 +183,14 @@ def _effect(value: Any) -> Any:
     return value > 0 if isinstance(value, float) else value
 
 
-def shortened(model: nn.Module, stack: Stack, units: int) -> nn.Module:
-    """A copy of the model with the same tensors, of whose stack there are only the head and the first ``units``."""
+def shortened(model: nn.Module, *few: tuple[Stack, int]) -> nn.Module:
+    """A copy of the model with the same tensors, with only the head and the first units of each stack, so many."""
     copy = private_copy(model)
-    owner, _, name = stack.path.rpartition(".")
-    whole = copy.get_submodule(stack.path)
-    assert isinstance(whole, nn.ModuleList)
-    setattr(copy.get_submodule(owner), name, nn.ModuleList(list(whole)[: stack.up_to(units)]))
+    for stack, units in few:
+        owner, _, name = stack.path.rpartition(".")
+        whole = copy.get_submodule(stack.path)
+        assert isinstance(whole, nn.ModuleList)
+        setattr(copy.get_submodule(owner), name, nn.ModuleList(list(whole)[: stack.up_to(units)]))
     return copy
 
 

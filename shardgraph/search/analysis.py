@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,13 +31,22 @@ def folded(source: Source) -> Analysis | None:
         depths = source.depths_of(stack)
         for numbers in numbers_for(stack):
             with suppress(NotPeriodicError, CaptureError):  # models that count layers do not fold
-                few = [unfolded(each) for each in source.shallow(depths, numbers[1:])]
+                few = list(_analyses(source.shallow(depths, numbers[1:])))
                 check_insertion(few[0].rows, few[1].rows)
                 if not depths.repeats(source.call, source.plan, numbers[-1]):  # they were traced one by one
-                    few.insert(0, unfolded(source.at(depths, numbers[0], source.plan)))
+                    few[:0] = _analyses(source.shallow(depths, numbers[:1]))
                 whole = _extended(few, numbers[-1] + 1 - len(few), stack.units)
                 return replace(whole, plan=source.plan, other_sizes=SizesOf(source))
     return None
+
+
+def _analyses(sources: Iterable[Source]) -> Iterator[Analysis]:
+    """Those of copies of a model with few units of a stack, from few of a further one where that tells of them all."""
+    tells = True
+    for source in sources:
+        analysis = folded(source) if tells else None
+        tells = analysis is not None
+        yield analysis or unfolded(source)
 
 
 def _extended(few: Sequence[Analysis], first: int, units: int) -> Analysis:

@@ -23,7 +23,6 @@ from shardgraph.plans.plan import Plan
 from shardgraph.search.batches import Batches
 from shardgraph.search.buckets import bucket_bytes
 from shardgraph.search.cost_table import SMALL
-from shardgraph.search.depths import PLACED
 from shardgraph.search.estimate import Estimate, stage_layers
 from shardgraph.search.estimates import Estimated, Estimates, per_sample
 from shardgraph.search.exact import Priced, UnlikeError, cheapest, in_other_buckets, price
@@ -484,9 +483,8 @@ class Finals:
     def _why_no_stages(self) -> str:
         """Why microbatches, which stages need, do not add up to a batch; empty if they do."""
         layout = Layout(stages=2, batch=self._source.call.batch)
-        source, plan = self._source_of(layout), self._question.with_options(Layout().plan())
-        if source.depths is not None:
-            source = source.at(source.depths, PLACED, plan)
+        plan = self._question.with_options(Layout().plan())
+        source = self._source_of(layout).with_few(plan)
         try:
             source.check_cut(source.captures.joint(source.call, plan), source.call, plan, source.captures)
         except ShardGraphError as error:

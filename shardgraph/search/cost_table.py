@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
+from shardgraph.capture.stacks import Stack
 from shardgraph.errors import PlanError
 from shardgraph.ir.fused import ATTENTION
 from shardgraph.passes.chunking.chunk_loss import chunks_of, scores_of
@@ -17,7 +18,7 @@ from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.search.depths import PLACED
 from shardgraph.search.divided_costs import Slower, among, both, slower
-from shardgraph.search.layer_costs import LayerCosts, layer_costs, takes_another, whole_costs
+from shardgraph.search.layer_costs import LayerCosts, layer_costs, takes_another, whole_costs, with_others
 from shardgraph.search.layouts import Layout
 from shardgraph.search.source import Source
 
@@ -183,11 +184,16 @@ class CostTable:
             program, analysis = program_of(source, plan)
             self._say_gaps(plan, program)
             return whole_costs(program, analysis)
-        few = program_of(self.source.at(depths, PLACED, plan), plan)
+        few = program_of(self.source.with_few(plan), plan)
         self._say_gaps(plan, few[0])
-        another = takes_another(few[1], depths.stack)
-        more = program_of(self.source.at(depths, PLACED + 1, plan), plan) if another else None
-        return layer_costs(few, more, depths.stack, PLACED)
+        more = self._with_one_more(depths.stack, plan) if takes_another(few[1], depths.stack) else None
+        costs = layer_costs(few, more, depths.stack, PLACED)
+        for other in depths.others:
+            costs = with_others(costs, few, self._with_one_more(other, plan), depths.stack, other.units - PLACED)
+        return costs
+
+    def _with_one_more(self, stack: Stack, plan: Plan) -> tuple[Program, Analysis]:
+        return program_of(self.source.with_few(plan, one_more=stack), plan)
 
     def _say_gaps(self, plan: Plan, program: Program) -> None:
         """Remark on the gap of each axis' placements, which a program notes if it is above 0."""

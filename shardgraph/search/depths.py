@@ -8,8 +8,9 @@ are assigned, by itself.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -51,47 +52,92 @@ PLACED = 4
 read, two alike, and the last."""
 
 
-class Depths:
-    """Copies of ``model`` with some of the units of ``stack``, and the graphs of calls of them."""
+Units = tuple[int, ...]
+"""Numbers of units, stack by stack."""
 
-    def __init__(self, model: nn.Module, stack: Stack) -> None:
-        self._model, self.stack = model, stack
-        self._models: dict[int, nn.Module] = {}
-        self._captures: dict[int, Captures] = {}
+
+class Depths:
+    """Copies of ``model`` with some of the units of ``stack``, and the graphs of calls of them.
+
+    Such a copy has all units of the ``others``, further stacks of the model; :meth:`within` has copies with some.
+    """
+
+    def __init__(self, model: nn.Module, stack: Stack, others: Sequence[Stack] = ()) -> None:
+        self._copies, self._given = _Copies(model, (stack, *others)), Units()
+
+    @property
+    def stack(self) -> Stack:
+        """The stack."""
+        return self._copies.stacks[len(self._given)]
+
+    @property
+    def others(self) -> Sequence[Stack]:
+        """The further stacks."""
+        return self._copies.stacks[len(self._given) + 1 :]
+
+    def within(self, units: int) -> Depths | None:
+        """Copies of the copy with so many units, with some of those of the next stack; None if there is no other."""
+        if not self.others:
+            return None
+        inner = copy.copy(self)
+        inner._given = (*self._given, units)
+        return inner
 
     def model(self, units: int) -> nn.Module:
         """A copy of the model with the same tensors and so many units."""
-        if units not in self._models:
-            self._models[units] = shortened(self._model, self.stack, units)
-        return self._models[units]
+        return self._copies.model(self._all(units))
 
     def captures(self, units: int) -> Captures:
         """The graphs of calls of :meth:`model`."""
-        if units not in self._captures:
-            few = self._repeated_for(units)
-            self._captures[units] = _Kept() if few is None else _Repeated(self, units, few)
-        return self._captures[units]
-
-    def _repeated_for(self, units: int) -> Stack | None:
-        """The stack with so many units, and those of fewer that are repeated for it; None if all of them are traced.
-
-        The first unit may do something else than the others, which the graph of two layers tells.
-        """
-        stack = replace(self.stack, layers=self.stack.up_to(units))
-        if units > PLACED:
-            return replace(stack, head=stack.up_to(1), repeats=units - PLACED)
-        if units > _TRACED and stack.head == 0 and stack.period == 1 and not self._unlike:
-            return replace(stack, repeats=units - _TRACED)
-        return None
-
-    @cached_property
-    def _unlike(self) -> str:
-        return unlike(self._model, self.stack)
+        return self._copies.captures(self._all(units))
 
     def repeats(self, call: Call, plan: Plan, units: int) -> bool:
         """Whether the graph of a call with so many units is one of fewer in which equal ones are repeated."""
         joint = self.captures(units).joint(replace(call, model=self.model(units)), plan)
         return _is_repeated(joint)
+
+    def _all(self, units: int) -> Units:
+        return (*self._given, units, *(other.units for other in self.others))
+
+
+class _Copies:
+    """Copies of ``model`` with some of the units of each of ``stacks``, and the graphs of calls of them."""
+
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack]) -> None:
+        self.stacks = stacks
+        self._model, self._models, self._captures = model, dict[Units, nn.Module](), dict[Units, Captures]()
+
+    def model(self, units: Units) -> nn.Module:
+        """A copy of the model with the same tensors and so many units of each stack."""
+        if units not in self._models:
+            self._models[units] = shortened(self._model, *zip(self.stacks, units, strict=True))
+        return self._models[units]
+
+    def captures(self, units: Units) -> Captures:
+        """The graphs of calls of :meth:`model`."""
+        if units not in self._captures:
+            repeated = self._repeated_for(units)
+            self._captures[units] = _Kept() if repeated is None else _Repeated(self, units, *repeated)
+        return self._captures[units]
+
+    def _repeated_for(self, units: Units) -> tuple[int, Stack] | None:
+        """The position of a stack with the stack, some of whose units are repeated to get so many; None if all are
+        traced.
+
+        The first unit may do something else than the others, which the graph of two layers tells.
+        """
+        few = [replace(stack, layers=stack.up_to(number)) for stack, number in zip(self.stacks, units, strict=True)]
+        for position, (stack, number) in enumerate(zip(few, units, strict=True)):
+            if number > PLACED:
+                return position, replace(stack, head=stack.up_to(1), repeats=number - PLACED)
+        for position, (stack, number) in enumerate(zip(few, units, strict=True)):
+            if number > _TRACED and (stack.head, stack.period) == (0, 1) and not self._unlike[position]:
+                return position, replace(stack, repeats=number - _TRACED)
+        return None
+
+    @cached_property
+    def _unlike(self) -> list[str]:
+        return [unlike(self._model, stack) for stack in self.stacks]
 
 
 class _Kept(Captures):
@@ -102,21 +148,23 @@ class _Kept(Captures):
 
 
 class _Repeated(_Kept):
-    """Graphs with all ``units`` of ``stack`` from those with few, if these are alike."""
+    """Graphs with all ``units`` of the stacks of a model from those with few of one of them, if these are alike."""
 
-    def __init__(self, depths: Depths, units: int, stack: Stack) -> None:
+    def __init__(self, copies: _Copies, units: Units, position: int, stack: Stack) -> None:
         super().__init__()
-        self._depths, self._stack, self._units, self._few = depths, stack, units, units - stack.repeats
+        self._copies, self._stack, self._units = copies, stack, units
+        self._few = (*units[:position], units[position] - stack.repeats, *units[position + 1 :])
+        self._of_placed = self._few[position] == PLACED
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
         joint = super().joint(call, plan)
-        if self._few == PLACED and placing_passes(plan, repeated_heads=False) and _is_repeated(joint):
+        if self._of_placed and placing_passes(plan, repeated_heads=False) and _is_repeated(joint):
             self._take_placements(self._with_few(call, plan), joint, plan)
         return joint
 
     def _traced(self, call: Call, plan: Plan) -> JointGraph:
         made = None
-        if self._few == PLACED:
+        if self._of_placed:
             made = self._repeated(self._with_few(call, plan))
         elif self.does_alike(call, plan, self._stack):
             with suppress(CaptureError):  # a model of two layers may not run
@@ -124,13 +172,13 @@ class _Repeated(_Kept):
         return made or super()._traced(call, plan)
 
     def _with_few(self, call: Call, plan: Plan) -> JointGraph:
-        model = self._depths.model(self._few)
-        return self._depths.captures(self._few).joint(replace(call, model=model), plan)
+        model = self._copies.model(self._few)
+        return self._copies.captures(self._few).joint(replace(call, model=model), plan)
 
     def _repeated(self, few: JointGraph) -> JointGraph | None:
         if few.results or few.replaced or few.shortened:
             return None  # tensors that forward leaves behind may be of any layer
-        model = self._depths.model(self._units)
+        model = self._copies.model(self._units)
         stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with suppress(UnequalLayersError):
             # For analysis alone: such a graph is not run, so it has no guards.
@@ -140,7 +188,7 @@ class _Repeated(_Kept):
     def _take_placements(self, few: JointGraph, joint: JointGraph, plan: Plan) -> None:
         """Give the graph the placements under a plan of that with few layers, if those that are repeated have equal
         ones."""
-        shapes, more = (named_shapes(self._depths.model(each)) for each in (PLACED, self._units))
+        shapes, more = (named_shapes(self._copies.model(each)) for each in (self._few, self._units))
         key = placement_key(plan, plan.resolve(more))
         if key in joint.placed:
             return

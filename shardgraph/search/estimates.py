@@ -380,7 +380,12 @@ class Estimates:
 
     def _divides_experts(self, ranks: int) -> bool:
         """Whether there are any whose experts so many ranks can divide equally."""
-        return any(len(shape) == 3 and shape[0] % ranks == 0 for shape in self._question.shapes.values())
+        return any(experts % ranks == 0 for experts in self._experts)
+
+    @cached_property
+    def _experts(self) -> set[int]:
+        """The sizes of the first of three dimensions of parameters."""
+        return {shape[0] for shape in self._question.shapes.values() if len(shape) == 3}
 
     def _may_pay(self, undivided: Sequence[Estimated]) -> bool:
         """Whether ranks wait, or nothing fits, if they divide the batch alone: no layout is faster than all of the

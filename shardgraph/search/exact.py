@@ -15,7 +15,7 @@ from shardgraph.report.analysis import Analysis, analyze_program
 from shardgraph.report.folding import shallow
 from shardgraph.report.parts import exposed_over, held_at_peak, recomputed
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
-from shardgraph.search.analysis import analyze_pipeline_source, folded, unfolded
+from shardgraph.search.analysis import SizesOf, analyze_pipeline_source, folded, unfolded
 from shardgraph.search.buckets import bucket_bytes, largest_bucket
 from shardgraph.search.depths import Depths
 from shardgraph.search.limit import UNLIMITED, Limit
@@ -183,7 +183,7 @@ def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan
         return plan, analysis
     if stack.layers <= FEW or whole:
         analysis = unfolded(settled.at(depths, stack.units, plan))
-        return plan, replace(analysis, plan=plan)
+        return plan, replace(analysis, plan=plan, other_sizes=SizesOf(settled))
     if plan.bucket:
         return _deep(source, depths, replace(plan, bucket=0), whole)
     raise UnlikeError(

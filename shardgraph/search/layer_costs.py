@@ -224,6 +224,21 @@ def layer_costs(few: Analysed, more: Analysed | None, stack: Stack, units: int) 
     return LayerCosts(head, layer, tail, layers, batch, working, crossing, shares, rows, stack.period)
 
 
+def with_others(costs: LayerCosts, few: Analysed, more: Analysed, stack: Stack, times: int) -> LayerCosts:
+    """The ``costs`` of a model with ``stack``, read off the program ``few``, if it has so many units more of another
+    stack, of which the program ``more`` has one more."""
+    (whole, working), (longer, more_working) = _costs_of(*few), _costs_of(*more)
+    before, longer_before = (_head(analysis, program, stack) for program, analysis in (few, more))
+    added = longer.plus(whole, -1).positive
+    head = Part(*map(min, longer_before.plus(before, -1).positive, added))
+    return replace(
+        costs,
+        head=costs.head.plus(head, times),
+        tail=costs.tail.plus(added.plus(head, -1), times),
+        working=max(0.0, costs.working + times * (more_working - working)),
+    )
+
+
 def takes_another(analysis: Analysis, stack: Stack) -> bool:
     """Whether one program does not tell what a layer costs: something runs beside the computation, or forward does
     nothing in the layers, but reads their parameters elsewhere."""

@@ -16,7 +16,7 @@ from shardgraph.ir import JointGraph
 from shardgraph.passes.lowering import lower
 from shardgraph.passes.program import Program
 from shardgraph.plans.plan import Plan
-from shardgraph.report.folding import find_stack, unlike
+from shardgraph.report.folding import find_others, find_stack, unlike
 from shardgraph.report.treatments import treats_alike
 from shardgraph.search.decide import decide
 from shardgraph.search.depths import PLACED, Depths
@@ -76,7 +76,8 @@ class Source:
     def stack_of_equal_layers(self) -> Stack | None:
         """The stack that the plan treats alike, if there is one, whatever is open."""
         question = self.question
-        stack = find_stack(question.model) if self.fold else None
+        found = find_stack(question.model) if self.depths is None else self.depths.stack
+        stack = found if self.fold else None
         return stack if stack is not None and treats_alike(question.plan, question.model, stack) else None
 
     @property
@@ -109,13 +110,28 @@ class Source:
     def graph(self, plan: Plan) -> fx.GraphModule | None:
         """The captured graph under ``plan``, of a few layers if the model is deep; None if it cannot be captured."""
         with suppress(ShardGraphError):
-            few = self if self.depths is None else self.at(self.depths, PLACED, plan)
+            few = self.with_few(plan)
             return few.captures.joint(few.question.captured, plan).module
         return None
 
     def depths_of(self, stack: Stack) -> Depths:
         """The copies of the model with other numbers of layers: the given ones, or new ones."""
-        return self.depths or Depths(self.question.model, stack)
+        if self.depths is not None:
+            return self.depths
+        model = self.question.model
+        others = [each for each in find_others(model, stack) if treats_alike(self.plan, model, each)]
+        depths = Depths(model, stack, others)
+        if others and replace(self, depths=depths).graph(self.plan) is None:  # as of one that reads its fifth layer
+            return Depths(model, stack)
+        return depths
+
+    def with_few(self, plan: Plan, one_more: Stack | None = None) -> Source:
+        """The same analysis under ``plan`` of a copy of the model with :data:`PLACED` units of each of its stacks, with
+        ``one_more`` of one of them; of the whole model if it has no stacks."""
+        few = self
+        while few.depths is not None:
+            few = few.at(few.depths, PLACED + (few.depths.stack == one_more), plan)
+        return few
 
     def shallow(self, depths: Depths, shallow: Sequence[int]) -> Iterator[Source]:
         """The same analysis for copies of the model with only a few units of its stack."""
@@ -123,10 +139,12 @@ class Source:
             yield self.at(depths, units, self.plan)
 
     def at(self, depths: Depths, units: int, plan: Plan) -> Source:
-        """The same analysis under ``plan`` of a copy of the model with so many units."""
-        model = depths.model(units)
+        """The same analysis under ``plan`` of a copy of the model with so many units, all of whose layers are analysed,
+        but for those of further stacks."""
+        model, inner = depths.model(units), depths.within(units)
         question = replace(self.question, model=model, plan=plan, call=replace(self.call, model=model))
-        return replace(self, question=question, captures=depths.captures(units), depths=None)
+        fold = inner is not None
+        return replace(self, question=question, captures=depths.captures(units), depths=inner, fold=fold)
 
     def resized(self, batch: int, sequence: int = 0) -> Source:
         """The same analysis for a call of other sizes; see :meth:`Call.resized`."""
