@@ -140,26 +140,26 @@ def symbolic(source: Source, by_sequence: bool = True) -> Symbolic:
         programs = [source.resized(batch, sequence).program() for batch, sequence in points]
         return list(_rows(programs, points, sizes, source))
 
-    def table(source: Source) -> list[Row]:
+    def table_of(source: Source) -> list[Row]:
         if (stack := source.stack) is not None:
             depths, numbers = source.depths_of(stack), shallow(stack)[0]
             with suppress(NotPeriodicError, CaptureError):  # as analyze_source
-                return extend([table(each) for each in source.shallow(depths, numbers)], numbers[0], stack.units)
+                return extend([table_of(each) for each in source.shallow(depths, numbers)], numbers[0], stack.units)
         return rows(source)
 
-    table_of_all = table(source)
-    steps = [row for row in table_of_all if row.kind != "optimizer"]
+    table = table_of(source)
+    steps = [row for row in table if row.kind != "optimizer"]
     return Symbolic(
         batch=sizes.batch,
         sequence=sizes.sequence if points[0][1] else None,
         mesh=sizes.axes,
         present={sizes.batch: source.call.batch, sizes.sequence: source.call.sequence}
         | {sizes.axes[axis]: size for axis, size in mesh},
-        peak_memory=_peak([row.live for row in table_of_all], sizes),
-        flops=sizes.expression(sum((row.flops for row in table_of_all), sizes.constant(0))),
-        sent=_sum(row.sent for row in table_of_all if row.stream),
+        peak_memory=_peak([row.live for row in table], sizes),
+        flops=sizes.expression(sum((row.flops for row in table), sizes.constant(0))),
+        sent=_sum(row.sent for row in table if row.stream),
         compute=_sum(row.seconds for row in steps if not row.stream),
-        optimizer=_sum(row.seconds for row in table_of_all if row.kind == "optimizer"),
+        optimizer=_sum(row.seconds for row in table if row.kind == "optimizer"),
         communication=_sum(row.seconds for row in steps if row.stream),
     )
 

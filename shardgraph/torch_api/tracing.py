@@ -77,7 +77,7 @@ def _no_python_draws() -> AbstractContextManager[Any]:
 
 def _functions_as_called() -> AbstractContextManager[Any]:
     """Inside, the graph has the functions that forward calls, whatever modes are active: these change them where the
-    graph is lowered. Tracers before torch 2.12 trace through modes too, so that those would change functions twice."""
+    graph is lowered. The tracer of torch 2.11 traces through modes too, so that those would change functions twice."""
     kind: Any = torch_function.SymbolicTorchFunctionState
     begin = kind.__init__
     return patch.object(kind, "__init__", lambda state, _, **options: begin(state, (), **options))
