@@ -57,8 +57,9 @@ def test_a_plan_is_analysed_verified_and_written_as_without_one(plan, elsewhere,
     expected = shardgraph.analyze(model, (X,), plan, mesh=mesh, cluster="H100", **call)
     with elsewhere():
         analysis = shardgraph.analyze(model, (X,), plan, mesh=mesh, cluster="H100", **call)
-        # AdamW of torch 2.11 makes its count of steps on the default device.
-        assert shardgraph.verify(model, (X,), plan, mesh=mesh, loss_fn=loss, optimizer=torch.optim.SGD).ok
+        # AdamW of earlier versions makes its count of steps on the default device.
+        optimizer = None if torch.__version__ >= "2.13" else torch.optim.SGD
+        assert shardgraph.verify(model, (X,), plan, mesh=mesh, loss_fn=loss, optimizer=optimizer).ok
         shardgraph.emit(model, tmp_path / "program", analysis.plan, example_inputs=(X,), **call)
     assert str(analysis) == str(expected)
 

@@ -57,6 +57,11 @@ def numbers_for(stack: Stack) -> Iterator[tuple[int, int, int]]:
     yield from (each for each in others if sum(each[1:]) <= stack.units)
 
 
+def is_deep(stack: Stack) -> bool:
+    """Whether it has more units than the two programs that determine the rest have together."""
+    return stack.units > sum(shallow(stack)[0][1:])
+
+
 class NotPeriodicError(Exception):
     """The shallow programs differ by more than a segment in each of forward and backward; analyse the whole model."""
 
@@ -85,11 +90,11 @@ def find_stack(model: nn.Module) -> Stack | None:
 
 def find_others(model: nn.Module, longest: Stack) -> list[Stack]:
     """The further stacks of which few layers tell of the others, the longest first, such as an encoder's beside a
-    decoder's: those with more units than two programs of few, and not inside another."""
+    decoder's: deep ones, not inside another."""
     found = [longest]
     for stack in sorted(_stacks_of_forms(model), key=lambda stack: -stack.layers):
         apart = not any(stack.prefix.startswith(each.prefix) or each.prefix.startswith(stack.prefix) for each in found)
-        if apart and stack.units > sum(shallow(stack)[0][1:]) and not unlike(model, stack):
+        if apart and is_deep(stack) and not unlike(model, stack):
             found.append(stack)
     return found[1:]
 

@@ -12,7 +12,7 @@ from shardgraph.plans.batch import Batch
 from shardgraph.plans.candidate import Candidate
 from shardgraph.plans.plan import Plan
 from shardgraph.report.analysis import Analysis, analyze_program
-from shardgraph.report.folding import shallow
+from shardgraph.report.folding import is_deep
 from shardgraph.report.parts import exposed_over, held_at_peak, recomputed
 from shardgraph.report.pipeline import PipelineAnalysis, analyze_pipeline
 from shardgraph.search.analysis import SizesOf, analyze_pipeline_source, folded, unfolded
@@ -179,7 +179,7 @@ def _deep(source: Source, depths: Depths, plan: Plan, whole: bool) -> tuple[Plan
     if plan.pipeline is not None:
         return plan, analyze_pipeline_source(settled)
     stack = depths.stack
-    if stack.units > sum(shallow(stack)[0][1:]) and (analysis := folded(settled)) is not None:
+    if is_deep(stack) and (analysis := folded(settled)) is not None:
         return plan, analysis
     if stack.layers <= FEW or whole:
         analysis = unfolded(settled.at(depths, stack.units, plan))
