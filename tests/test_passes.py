@@ -249,6 +249,30 @@ def test_a_head_that_the_loss_ignores_gets_zero_gradients_and_its_collectives_st
         assert gradients["left.weight"].any() and gradients["trunk.weight"].any()
 
 
+class LayersAside(nn.Module):
+    """Beside its loss it returns what a block of many kinds of layers makes of its trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.aside = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.Softmax(-1))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.convolution = nn.Sequential(nn.Conv1d(4, 4, 3), nn.GroupNorm(2, 4), nn.MaxPool1d(2))
+
+    def forward(self, x):
+        x = self.trunk(x)
+        y = self.aside(x)
+        return {"loss": x.square().mean(), "aside": self.convolution(self.attention(y, y, y)[0])}
+
+
+def test_of_layers_whose_output_the_loss_ignores_nothing_is_computed_in_backward():
+    program = build_program(LayersAside(), preset("single", {}), (torch.randn(2, 4, 8),), {})
+    taken = ir.placeholders(program.backward)
+    lean = program.graph("backward", frozenset(r for r in taken if isinstance(r, ir.Tangent) and r != ir.Tangent(0)))
+    backwards = [[node for node in gm.graph.nodes if "_backward" in str(node.target)] for gm in (lean, program.backward)]
+    assert not backwards[0] and len(backwards[1]) > 6
+
+
 def _random(node):
     value = node.meta["val"]
     if value.is_floating_point():

@@ -368,6 +368,27 @@ def test_a_target_is_the_model_s_own_where_the_loss_takes_the_output_alone():
     assert shardgraph.verify(Own(8, 5), (torch.randn(8, 8),), "fsdp", **call).ok
 
 
+class Aside(nn.Module):
+    """Returns beside its loss what no part of it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.aside = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softplus())
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.trunk(x)
+        return {"loss": x.square().mean(), "aside": self.aside(x)}
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero2", "fsdp", "tp", Batch(4, 2)], ids=str)
+def test_parameters_that_only_other_outputs_than_the_loss_need_have_no_gradient_on_either_side(plan):
+    calls = isinstance(plan, Batch)
+    chosen = replace(shardgraph.preset("fsdp", {"dp": 2}), batch=plan) if calls else plan
+    report = shardgraph.verify(Aside(), (torch.randn(4, 8),), chosen, mesh={"tp": 2} if plan == "tp" else {"dp": 2})
+    assert report.ok, str(report)
+    assert {*report.coverage.unreached} == {f"aside.{name}" for name, _ in Aside().aside.named_parameters()}
+
+
 def test_ranks_that_bring_different_shapes_to_a_collective_are_told_so():
     model, (args, kwargs) = make("odd-mlp", 4)
     graph = lowering.build_program(model, ALONE, args, kwargs).forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardgraph.ir.fake_values import layout_of
 from shardgraph.ir.operations import makes_view
 from shardgraph.passes.base import Context, Pass
 from shardgraph.passes.builder import Builder
+from shardgraph.torch_api import OpOverload
 
 aten = torch.ops.aten
 
@@ -25,14 +27,12 @@ _LINEAR = frozenset(
         aten.clone.default,
         aten.div.Scalar,
         aten.div.Tensor,
-        aten.embedding_dense_backward.default,
         aten.mul.Scalar,
         aten.neg.default,
-        aten.select_backward.default,
-        aten.slice_backward.default,
         aten.sum.default,
         aten.sum.dim_IntList,
         local_part,
+        operator.getitem,
     }
 )
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
@@ -95,7 +95,19 @@ def _is_zero(node: fx.Node, zero: set[fx.Node]) -> bool:
         return any(value in zero for value in node.all_input_nodes)
     if node.target is aten.add.Tensor:
         return all(isinstance(value, fx.Node) and value in zero for value in node.args)
+    if gradients := _incoming(node):
+        return gradients <= zero
     return (node.target in _LINEAR or makes_view(node.target)) and node.args[0] in zero
+
+
+def _incoming(node: fx.Node) -> set[fx.Node]:
+    """The gradients from which an operation's backward operation computes those of its operands: linear in them, as any
+    backward is."""
+    name = getattr(node.target, "__name__", "")
+    if not isinstance(node.target, OpOverload) or "_backward" not in name or "double" in name:
+        return set()
+    tensors = zip(node.target._schema.arguments, node.args, strict=False)
+    return {value for given, value in tensors if given.name.startswith("grad") and isinstance(value, fx.Node)}
 
 
 def _materialize(gm: fx.GraphModule, node: fx.Node, users: list[fx.Node], context: Context) -> None:

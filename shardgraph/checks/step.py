@@ -70,6 +70,7 @@ class LockstepStep:
         self.mesh, self.ranks = self.programs[0].plan.mesh, range(len(self.inputs[0]))
         self.calls = self.programs[0].plan.pipeline is None
         self.gradients: list[list[dict[str, Any]]] = [[{} for _ in self.ranks] for _ in self.programs[0].stages]
+        self.reached: set[str] = set()  # by the loss of any rank
 
     def run(self) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
         """``(gradients, buffers)``: each rank's gradients of its parameters, and new values of buffers, by name."""
@@ -121,6 +122,9 @@ class LockstepStep:
                     role.of.fqn: v for role, v in _of_kind(Mutation, result).items() if isinstance(role.of, Buffer)
                 }
         tangents: Sequence[Mapping[Any, Any]] = self.tangents(number, results)
+        if self.calls:
+            present = {role for given in tangents for role, value in given.items() if value is not None}
+            self.reached.update(*(program.reached[role] for role in present))
         for stage in reversed(program.stages):
             tangents = self._backward(number, stage, saved[stage.number], tangents)
         return written
@@ -179,6 +183,9 @@ class LockstepStep:
                     mine.update(gradients_of(result.items()))
             for total, mine in zip(totals, gradients, strict=True):
                 _add(total, {fqn: value for fqn, value in mine.items() if stage.number in owners[fqn]})
+        if self.calls:  # as the runtime leaves out those that no rank's loss reaches
+            left_out = {*self.programs[0].optional} - self.reached
+            return [{fqn: value for fqn, value in total.items() if fqn not in left_out} for total in totals]
         return totals
 
 
