@@ -123,7 +123,7 @@ class Hit(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = (x.sum(1) > 0).nonzero().flatten()
+        found = (self.layer(x).sum(1) > 0).nonzero().flatten()
         return torch.zeros_like(x).index_add(0, found, self.layer(x[found]))
 
 
@@ -132,7 +132,8 @@ class Derived(Hit):
 
 
 def masked(self: Hit, x: torch.Tensor) -> torch.Tensor:
-    return self.layer(x) * (x.sum(1, keepdim=True) > 0)
+    y = self.layer(x)
+    return y * (y.sum(1, keepdim=True) > 0)
 
 
 @pytest.fixture

@@ -51,6 +51,8 @@ _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, to
 _CALLS = 3
 """How many calls of a step are made at most."""
 
+_WHOLE = "every rank on the whole batch"
+
 _COVERED = 0.99
 """The share of the elements that the loss reaches whose weights must be compared."""
 
@@ -240,6 +242,10 @@ class _Trial:
         if plan.pipeline is None:
             cut = _cut_calls(original, plan, parts)
             programs = _programs(original, plan, cut[0], captures, loss, exact)
+            if not all(_decide_alike(programs, calls) for calls in cut):
+                parts, batch = [call] * plan.data_size, f"{_WHOLE}, of whose parts forward takes other ways"
+                cut = [[call]] * plan.data_size
+                programs = _programs(original, plan, cut[0], captures, loss, exact)
             if programs[0].joint.results and plan.calls > 1:  # which each call takes from the one before
                 cut = [[part] for part in parts]
                 programs = _programs(original, plan, cut[0], captures, loss, exact)
@@ -338,6 +344,13 @@ def _programs(
     return [built[batch_size(part)] for part in parts]
 
 
+def _decide_alike(programs: list[Program], parts: list[Any]) -> bool:
+    """Whether forward takes the way of each of the programs for a part of the batch."""
+    leaves = map(pytree.tree_leaves, parts)
+    pairs = zip((program.joint for program in programs), leaves, strict=True)
+    return all(each.of(given) == each.value for joint, given in pairs for each in joint.conditions)
+
+
 def _cut_calls(model: nn.Module, plan: Plan, parts: list[Any]) -> list[list[Any]]:
     """What each data-parallel rank calls the program with in a step: of many calls, all but the first and the last are
     alike. Statistics of the rows of all ranks are those of one call."""
@@ -351,6 +364,6 @@ def _cut_batch(model: nn.Module, call: Any, ranks: int) -> tuple[list[Any], str]
     # Of a loss over the rows of all ranks, the rank's part is not known.
     lost = any(synchronized_batch_norms(model)) and returns_loss(model, call[0], call[1], torch.device("cpu"))
     if lost or not rows or rows % ranks:
-        return [call] * ranks, "every rank on the whole batch"
+        return [call] * ranks, _WHOLE
     cut = [map_tensors(lambda t, r=r: t.chunk(ranks)[r].clone(), call) for r in range(ranks)]
     return cut, f"a batch of {rows} cut among the ranks"

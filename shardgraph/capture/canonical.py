@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardgraph import ir
 from shardgraph.capture.recurrent import WRITTEN_OUT
+from shardgraph.torch_api import pytree, tensor_of
 
 
 @contextmanager
@@ -160,6 +161,13 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
+def _tensor(data: Any, **options: Any) -> Tensor:
+    """Of tensors as the tracer makes it: torch copies what they hold, and those of a trace hold nothing."""
+    holds = not isinstance(data, Tensor) and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(data))
+    made: Tensor = tensor_of(data, **options) if holds else torch.tensor(data, **options)
+    return made
+
+
 def _dense(function: Any) -> Callable[..., Tensor]:
     """An embedding whose gradient is dense."""
     signature = inspect.signature(function)
@@ -193,6 +201,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     F.rms_norm: _rms_norm,
     **{function: _of_contiguous(function) for function in _DETERMINANTS},
     F.one_hot: _one_hot,
+    torch.tensor: _tensor,
     F.embedding: _dense(F.embedding),
     F.embedding_bag: _dense(F.embedding_bag),
     **WRITTEN_OUT,

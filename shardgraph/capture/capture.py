@@ -387,7 +387,8 @@ def present(mode: FakeTensorMode, model: nn.Module, assigned: Set[str], counted:
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(value: torch.Tensor) -> torch.Tensor:
-        return fakes.setdefault(id(value), _fake(mode, value, value.device, True) if value.grad_fn else value)
+        computed = value.grad_fn is not None or value._is_view()
+        return fakes.setdefault(id(value), _fake(mode, value, value.device, True) if computed else value)
 
     for path, module in model.named_modules():
         names = (name.rpartition(".") for name in counted)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardgraph import torch_api
 from shardgraph.arguments import BOOL, NONE, TEXT, checked
 from shardgraph.capture.answered import Answers
+from shardgraph.capture.input_values import InputValues
 from shardgraph.capture.numbers import is_number
 from shardgraph.errors import ArgumentError
 from shardgraph.ir import Condition, Sameness
@@ -89,7 +90,7 @@ class Decisions:
         self.raised: dict[Any, tuple[str, list[tuple[str, int, str, str]]]] = {}
         self.answers = Answers()
         self._unequal: dict[str, str] = {}  # what would help, by line, if both ways of a branch are too unlike
-        self._leaves = leaves
+        self._leaves, self._fakes = leaves, fakes
         self._position = {
             id(fake): i
             for i, (leaf, fake) in enumerate(zip(leaves, fakes, strict=True))
@@ -103,6 +104,13 @@ class Decisions:
             self.answers.told(line, value)
         return value
 
+    def size(self, node: fx.Node, line: str) -> Any:
+        """See :class:`shardgraph.torch_api.Decider`."""
+        remedy = self.remedy
+        value = self._of_inputs(node, line)
+        self.remedy = remedy
+        return value
+
     def _value(self, node: fx.Node, line: str) -> Any:
         if (certain := _of_random(node)) is not None:
             return certain
@@ -110,6 +118,10 @@ class Decisions:
         traced = torch_api.traced_value(node)
         if not isinstance(traced, torch.Tensor) or traced.numel() > _LARGEST:
             return None
+        return self._of_inputs(node, line)
+
+    def _of_inputs(self, node: fx.Node, line: str) -> Any:
+        """The value of a node that is computed from inputs alone, which becomes a condition."""
         found = self._function(node)
         if found is None:
             if _draws(node):
@@ -133,6 +145,11 @@ class Decisions:
             return None  # an error, which is told where it happens
         self.conditions.append(replace(condition, value=value))
         return value
+
+    def input_values(self) -> InputValues:
+        """A mode in which fake tensors that are computed from inputs alone have the values by which forward decided."""
+        known = [(self._fakes[i], self._leaves[i]) for i in self._position.values()]
+        return InputValues(*zip(*known, strict=True)) if known else InputValues((), ())
 
     def raised_at(self, message: str) -> list[tuple[str, int, str, str]]:
         """The lines that led to the exception of the traced code that a message of the tracer's is about, if known."""

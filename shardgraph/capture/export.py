@@ -112,7 +112,8 @@ def export(
     name = type(model).__name__
 
     def call(model: nn.Module, either: bool = False) -> Any:
-        with torch_api.as_compiling(), torch_api.as_written(), FusedOperators(), Answered(decisions.answers, either):
+        answered = Answered(decisions.answers, either), decisions.input_values()
+        with torch_api.as_compiling(), torch_api.as_written(), FusedOperators(), answered[0], answered[1]:
             return Traced(model, loss_fn)(*args, **kwargs)
 
     def trace(model: nn.Module, effects: Effects, assigned: Set[str]) -> torch_api.Trace:
@@ -120,6 +121,7 @@ def export(
         present(model, assigned, counted)
         with torch_api.deciding(decisions):
             traced = _trace(Traced(model, loss_fn, effects.results), args, kwargs, model)
+        _refuse_flex_attention(name, traced.graph)
         choose_masked(traced.graph)
         inputs = _attributes(traced.graph, model)
         _count_out_of_place(traced.graph, {inputs[name] for name in counted & inputs.keys()})
@@ -193,6 +195,15 @@ def export(
         raise CaptureError(
             f"{name} was traced, but its forward and backward cannot be made into one graph: {error}"
         ) from error
+
+
+def _refuse_flex_attention(name: str, gm: fx.GraphModule) -> None:
+    """Raise CaptureError where a graph has the operator of ``flex_attention``, which holds its mask as a graph."""
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "flex_attention":
+            at = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', node.meta.get("stack_trace") or "")
+            own = [frame for frame in at if not frame[0].startswith(_TORCH) and frame[0] != __file__]
+            raise CaptureError(_told(name, "no plan can shard flex_attention", own[-1:], _known("flex_attention")))
 
 
 def _counting(effects: Effects, explained: str) -> str:
@@ -318,9 +329,10 @@ def _explain(name: str, error: torch_api.DynamoError, decisions: Decisions) -> s
     if unknown := re.search("Failed to find name `(.+)` in", message):
         raised = f"NameError(\"name '{unknown[1]}' is not defined\")"
     if raised:
+        remedies = "".join(f"\n  {remedy}" for remedy in _known(f"{raised} {frames}"))
         return (
             f"forward of {name} raises {raised} for inputs like these{_at(last)}\n"
-            "  if a call of the model itself does not raise it, torch's tracer is at fault"
+            f"  if a call of the model itself does not raise it, torch's tracer is at fault{remedies}"
         )
     reason, hints = message.partition("\n")[0].strip(), re.findall(r"Hint: (.+)", message)[:3]
     reason = reason.removeprefix("Consider annotating your code using torch._check*(). ")

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardgraph.errors import CaptureError
 from shardgraph.ir import AttributeResult, AttributeSet
-from shardgraph.torch_api import pytree
+from shardgraph.torch_api import FUNCTION_MODES, entered_modes, pytree
 
 _HARMLESS = ("transformers_dot_utils_dot_output_capturing",)
 """Parts of names of globals that libraries set and restore around a call."""
@@ -52,12 +52,12 @@ def side_effects(written: Sequence[str], model: nn.Module, call: Callable[[], An
         CaptureError: it leaves behind what cannot be repeated; the message names the attribute and its line.
     """
     for name in written:
-        if not name.startswith("L['self']") or "__closure__" in name:
+        if name != FUNCTION_MODES and (not name.startswith("L['self']") or "__closure__" in name):
             raise CaptureError(
                 f"forward writes to {_readable(name, model)}, which is not the model's: a compiled module returns its "
                 "outputs and writes buffers in place, and this would be lost. Return the value as an output instead"
             )
-    states = [_state(model)]
+    states, modes = [_state(model)], entered_modes()
     for _ in range(2):
         try:
             call()
@@ -67,6 +67,11 @@ def side_effects(written: Sequence[str], model: nn.Module, call: Callable[[], An
                 f"{type(error).__name__}: {error}"
             ) from error
         states.append(_state(model))
+        if entered_modes() != modes:
+            raise CaptureError(
+                "forward enters a mode of functions (torch.overrides.TorchFunctionMode, or a default device) and does "
+                "not leave it: enter it in a `with` statement, or before the call"
+            )
     constants: list[AttributeSet] = []
     results: list[AttributeResult] = []
     for path, keys in dict.fromkeys(place for state in states for place in state):

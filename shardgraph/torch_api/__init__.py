@@ -11,6 +11,7 @@ from torch import _neg_view as negated
 from torch._C import _storage_address as storage_address  # type: ignore[attr-defined]  # the stubs lack it
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._refs import tensor as tensor_of
 from torch._subclasses.fake_tensor import DataDependentOutputException as NoValue
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -46,6 +47,7 @@ from shardgraph.torch_api.execution import (
     boxed,
     default_device,
     differentiated,
+    entered_modes,
     function_modes,
     global_hooks,
     is_profiled,
@@ -108,6 +110,7 @@ from shardgraph.torch_api.tensors import (
     with_strides,
 )
 from shardgraph.torch_api.tracing import (
+    FUNCTION_MODES,
     NothingTracedError,
     Trace,
     as_compiling,

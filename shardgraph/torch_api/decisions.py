@@ -18,12 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 from torch._dynamo import exc, symbolic_convert
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.variables import TensorVariable, builder, tensor
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 
 from shardgraph.torch_api.both_ways import UnequalWaysError, take_both
+from shardgraph.torch_api.known_shapes import tell_shapes
 from shardgraph.torch_api.repeated_arguments import allow_repeated_arguments
+from shardgraph.torch_api.tracer_mends import mend_tracer
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -37,6 +39,9 @@ class Decider(Protocol):
     def value(self, node: fx.Node, line: str) -> Any:
         """The value of a node of the graph so far, as ``tolist`` gives it, that Python asks for at this ``line``; None
         if nothing is known of it."""
+
+    def size(self, node: fx.Node, line: str) -> Any:
+        """The number that a node gives, on which a shape depends at this ``line``; None if it is not known."""
 
     def checked(self, line: str, value: bool) -> None:
         """A branch at this ``line``, which raises otherwise, is captured as if its condition were this ``value``."""
@@ -66,6 +71,7 @@ def deciding(decider: Decider) -> Iterator[None]:
     """Have ``decider`` asked for values while a model is traced inside."""
     _install()
     allow_repeated_arguments()
+    mend_tracer()
     token, caught = _decider.set(decider), _caught.set([])
     try:
         yield
@@ -103,6 +109,21 @@ def _install() -> None:
     for name, (ask, convert) in _CONVERSIONS.items():
         if original := getattr(handlers, name, None):  # torch 2.11 has fewer of them
             setattr(handlers, name, _conversion(original, ask, convert))
+    for module in (builder, tensor):  # of new nodes with a result, and of those that write
+        module.get_fake_value = _of_known_shape(module.get_fake_value)
+
+
+def _of_known_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The tracer's function for the fake tensor of a new node, which is told the numbers that its shape depends on."""
+
+    @functools.wraps(original)
+    def wrapped(node: fx.Node, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        decider = _decider.get()
+        if decider is not None and "example_value" not in node.meta:
+            tell_shapes(node, lambda of: decider.size(of, _line(tx)), traced_value)
+        return original(node, tx, *args, **kwargs)
+
+    return wrapped
 
 
 def _noting(original: Callable[..., None]) -> Callable[..., None]:

@@ -118,6 +118,11 @@ def default_device() -> str:
     return torch.get_default_device().type if torch._C._len_torch_function_stack() else "cpu"
 
 
+def entered_modes() -> tuple[object, ...]:
+    """All modes that change what functions do."""
+    return tuple(_get_current_function_mode_stack())
+
+
 def function_modes() -> tuple[object, ...]:
     """The modes that change what functions do, but for those of a default device."""
     if not torch._C._len_torch_function_stack():

@@ -17,9 +17,10 @@ from unittest.mock import patch
 import torch
 import torch._dynamo as dynamo
 from torch import fx, nn
-from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo import output_graph, symbolic_convert, trace_rules
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+from torch._dynamo.source import Source
 from torch._dynamo.utils import get_metrics_context
 from torch._dynamo.variables import UserFunctionVariable, torch_function, user_defined
 from torch._dynamo.variables.ctx_manager import GradModeVariable
@@ -81,6 +82,20 @@ def _functions_as_called() -> AbstractContextManager[Any]:
     kind: Any = torch_function.SymbolicTorchFunctionState
     begin = kind.__init__
     return patch.object(kind, "__init__", lambda state, _, **options: begin(state, (), **options))
+
+
+FUNCTION_MODES = "the modes of functions that are active"
+"""The name of what forward writes to where it enters a mode, as when it leaves it again."""
+
+
+def _modes_by_name() -> AbstractContextManager[Any]:
+    """Inside, the tracer has a name for the modes of functions: they alone have a source without one."""
+    original = output_graph._get_source_debug_name
+    return patch.object(
+        output_graph,
+        "_get_source_debug_name",
+        lambda source: FUNCTION_MODES if type(source) is Source else original(source),
+    )
 
 
 class UntrainedWarning(UserWarning):
@@ -196,8 +211,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     with _quiet(), static, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         taken = _distributions(), _no_python_draws(), _reentrant_checkpoints(), derivatives.leaves_in_forward()
+        named = _functions_as_called(), _modes_by_name(), _no_names_for_logs()
         with ExitStack() as inside:
-            for taking in (*taken, _functions_as_called(), _no_names_for_logs(), get_metrics_context(), as_compiling()):
+            for taking in (*taken, *named, get_metrics_context(), as_compiling()):
                 inside.enter_context(taking)
             captured = fullgraph_capture(model, args, kwargs)
         if captured.backend_input is None:

@@ -1,0 +1,142 @@
+"""Operations whose results have shapes that depend on values, in forms that are told the shape.
+
+The tracer has a symbol for such a size, and a program has none. Where the values are known while a model is traced, a
+node of its graph becomes one that computes the same, given the number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_MAKERS = (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full)
+_OF_NUMBERS = {
+    *(function.__name__ for function in _MAKERS),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
+    *("view", "reshape", "expand", "repeat", "tile", "unflatten", "narrow", "pad"),
+    *("split", "split_with_sizes", "tensor_split", "chunk"),
+}
+"""Functions and methods whose arguments are numbers, but for the first one of all but the makers."""
+
+Ask = Callable[[fx.Node], Any]
+"""The number that a node of the tracer's graph computes; None if it is not known."""
+
+
+def tell_shapes(node: fx.Node, ask: Ask, fake: Ask) -> None:
+    """Have a new ``node``, the last one of the tracer's graph, told the numbers on which its shape depends, if it can
+    be ``ask``\\ ed for them. ``fake`` gives the fake tensor of a node."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    with node.graph.inserting_before(node):
+        if name == "repeat_interleave":
+            _tell_repeats(node, ask, fake)
+        elif name in ("nonzero", "argwhere", "where"):
+            _tell_nonzero(node, name, ask)
+        elif name == "masked_select":
+            _tell_selection(node, ask, fake)
+        elif name in ("unique", "unique_consecutive"):
+            _tell_unique(node, name, ask, fake)
+        elif name in ("expand_as", "view_as", "reshape_as") and node.op == "call_method":
+            # Of a value that is computed from inputs alone this is too, whatever the other one is computed from.
+            value, other = node.args
+            node.target, node.args = name.removesuffix("_as"), (value, *fake(other).shape)
+        elif node.target in (operator.getitem, operator.setitem) or name in ("__getitem__", "__setitem__"):
+            _tell_masks(node, ask, fake)
+        elif name in _OF_NUMBERS:
+            _tell_numbers(node, ask, fake)
+
+
+def _tell_repeats(node: fx.Node, ask: Ask, fake: Ask) -> None:
+    given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+    repeats = given.get("repeats", given.get("input", given.get("self")))
+    if given.get("output_size") is not None or not isinstance(repeats, fx.Node):
+        return
+    total = ask(node.graph.call_function(torch.sum, (repeats,)))
+    if total is not None and "repeats" in given and fake(repeats).numel() == 1:
+        of, dim = fake(given["input"]), given.get("dim")
+        total *= of.numel() if dim is None else of.shape[dim]
+    if total is not None:
+        node.kwargs = {**node.kwargs, "output_size": total}
+
+
+def _tell_nonzero(node: fx.Node, name: str, ask: Ask) -> None:
+    if len(node.args) != 1 or not {*node.kwargs} <= {"as_tuple"}:
+        return
+    as_tuple = name == "where" or node.kwargs.get("as_tuple", False)
+    if (places := _places(node.graph, node.args[0], ask)) is not None:
+        node.op, node.kwargs = "call_function", {}
+        node.target, node.args = (torch.unbind, (places, 1)) if as_tuple else (torch.clone, (places,))
+
+
+def _places(graph: fx.Graph, mask: Any, ask: Ask) -> fx.Node | None:
+    """Where a tensor is not zero, one row of numbers each; None if it is not known how many there are."""
+    count = ask(graph.call_function(torch.count_nonzero, (mask,)))
+    return None if count is None else graph.call_function(torch.nonzero_static, (mask,), {"size": count})
+
+
+def _tell_selection(node: fx.Node, ask: Ask, fake: Ask) -> None:
+    given = dict(zip(("input", "mask"), node.args, strict=False)) | node.kwargs
+    shape = torch.broadcast_shapes(*(fake(given[name]).shape for name in ("input", "mask")))
+    whole, mask = (node.graph.call_function(torch.broadcast_to, (given[name], shape)) for name in ("input", "mask"))
+    if (places := _places(node.graph, mask, ask)) is not None:
+        unbound = node.graph.call_function(torch.unbind, (places, 1))
+        index = tuple(node.graph.call_function(operator.getitem, (unbound, axis)) for axis in range(len(shape)))
+        node.op, node.target, node.args, node.kwargs = "call_function", operator.getitem, (whole, index), {}
+
+
+def _tell_unique(node: fx.Node, name: str, ask: Ask, fake: Ask) -> None:
+    """Values without repetitions, alone, are the first ones of those that follow each other."""
+    function, value = node.graph.call_function, fake(node.args[0])
+    if len(node.args) != 1 or any(node.kwargs[each] for each in node.kwargs if each != "sorted") or not value.numel():
+        return
+    flat = function(torch.flatten, node.args)
+    if name == "unique":
+        flat = function(operator.getitem, (function(torch.sort, (flat,)), 0))
+    later, earlier = (function(operator.getitem, (flat, part)) for part in (slice(1, None), slice(None, -1)))
+    first = function(torch.ones, (1,), {"dtype": torch.bool, "device": value.device})
+    begins = function(torch.cat, ([first, function(torch.ne, (later, earlier))],))
+    if (places := _places(node.graph, begins, ask)) is not None:
+        node.op, node.target, node.kwargs = "call_function", operator.getitem, {}
+        node.args = (flat, function(operator.getitem, (places, (slice(None), 0))))
+
+
+def _tell_masks(node: fx.Node, ask: Ask, fake: Ask) -> None:
+    """Masks in an index become the numbers of what they choose, where their count is the length of a result or gradient:
+    a constant is written without, and one value for all as a choice."""
+    whole, index, *written = node.args
+    for value in written:
+        each_its_own = isinstance(index, tuple) or _dims(value, fake) > _dims(whole, fake) - _dims(index, fake)
+        if not (isinstance(value, fx.Node) and fake(value).requires_grad and each_its_own):
+            return
+    told: list[Any] = []
+    for each in index if isinstance(index, tuple) else (index,):
+        mask = fake(each) if isinstance(each, fx.Node) else None
+        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or not mask.dim():
+            told.append(each)
+            continue
+        if (places := _places(node.graph, each, ask)) is None:
+            return
+        unbound = node.graph.call_function(torch.unbind, (places, 1))
+        told += [node.graph.call_function(operator.getitem, (unbound, axis)) for axis in range(mask.dim())]
+    node.args = (whole, tuple(told) if isinstance(index, tuple) or len(told) > 1 else told[0], *written)
+
+
+def _dims(value: Any, fake: Ask) -> int:
+    return fake(value).dim() if isinstance(value, fx.Node) else 0
+
+
+def _tell_numbers(node: fx.Node, ask: Ask, fake: Ask) -> None:
+    """Tensors of one whole number that stand for numbers become these."""
+    tensor = node.args[:1] if isinstance(node.target, str) or node.target not in _MAKERS else ()
+
+    def number(given: fx.Node) -> Any:
+        value = fake(given)
+        single = isinstance(value, torch.Tensor) and not value.dim() and not value.is_floating_point()
+        told = ask(given) if single else None
+        return given if told is None else told
+
+    node.args = (*tensor, *fx.map_arg(node.args[len(tensor) :], number))
+    node.kwargs = fx.map_arg(node.kwargs, number)
