@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import defaultdict
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgraph import torch_api
+
 _VALUE = torch.ops.aten._local_scalar_dense.default
+_TORCH = os.path.dirname(torch.__file__)
+_BETWEEN = (
+    os.path.dirname(__file__),
+    *(os.path.join(_TORCH, *path.split("/")) for path in ("utils/_", "overrides.py", "_ops.py", "_subclasses", "_c")),
+    os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
+)
+"""Where the paths of code start that is called between Python that asks and an operation."""
 
 
 class Answers:
@@ -43,20 +54,29 @@ class Answers:
 
 
 class Answered(TorchDispatchMode):
-    """Inside, values of fake tensors are those that were told when a model was traced, by line."""
+    """Inside, values of fake tensors are those that were told when a model was traced, by line; of others what is
+    checked is true."""
 
-    def __init__(self, answers: Answers, either: bool) -> None:
+    def __init__(self, answers: Answers, either: bool = False) -> None:
         super().__init__()
         self._answers, self._either = answers, either
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: Any = sys._getframe(1) if func is _VALUE else None
-        while frame is not None:
-            value = self._answers.of(frame.f_code.co_filename, frame.f_lineno, self._either)
+        if func is _VALUE and (value := self._answer(sys._getframe(1))) is not None:
+            return value
+        return func(*args, **(kwargs or {}))
+
+    def _answer(self, frame: FrameType | None) -> Any:
+        """What a value is that Python asks for in a frame, or in those that called it."""
+        asks, at = None, frame
+        while at is not None:
+            value = self._answers.of(at.f_code.co_filename, at.f_lineno, self._either)
             if value is not None:
                 return value
-            frame = frame.f_back
-        return func(*args, **(kwargs or {}))
+            if asks is None and not at.f_code.co_filename.startswith(_BETWEEN):
+                asks = at
+            at = at.f_back
+        return None if asks is None else torch_api.passes(asks)
 
 
 def _place(line: str) -> tuple[str, int]:

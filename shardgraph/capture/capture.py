@@ -25,7 +25,7 @@ from shardgraph.capture.casting import casting, check_products, computed_dtypes
 from shardgraph.capture.decisions import Decisions
 from shardgraph.capture.export import PREFIX, Exported, Traced, export, run_as_traced
 from shardgraph.capture.few_layers import from_few_layers
-from shardgraph.capture.first_calls import name_tensors
+from shardgraph.capture.first_calls import HOOKED, hook_outputs, name_tensors
 from shardgraph.capture.lookups import check_lookups
 from shardgraph.capture.masks import drop_known_masks
 from shardgraph.capture.matrix_checks import check_matrices
@@ -231,18 +231,23 @@ def does_alike(model: nn.Module, stack: Stack, asked: Asked) -> bool:
         return False
 
 
-def _recorded(model: nn.Module, stacks: Sequence[Stack], asked: Asked) -> Record:
+def _recorded(model: nn.Module, stacks: Sequence[Stack], asked: Asked, hooked: bool = False) -> Record:
     """What a call of the model does, as it would be traced."""
     fake_mode = FakeTensorMode()
     inputs = asked.inputs(fake_mode)
     copied = _stand_in(model, fake_mode, asked.device, asked.dtypes(model))
+    if hooked:
+        hook_outputs(copied)
     with ExitStack() as stack:
         stack.enter_context(asked.casting(copied, model))
         stack.enter_context(constraints.constrained(copied, asked.annotations))
         stack.enter_context(same_kernels())
         stack.enter_context(fake_mode)
         traced = Traced(copied, asked.loss_fn)
-        return record(lambda: run_as_traced(traced, *inputs), copied, fake_mode, pytree.tree_leaves(inputs), stacks)
+        fakes, real = pytree.tree_leaves(inputs), pytree.tree_leaves((asked.args, asked.kwargs))
+        recorded = record(lambda: run_as_traced(traced, *inputs), copied, fake_mode, fakes, stacks, real)
+    first = not hooked and any(keys == (HOOKED,) for _, keys in recorded.left)
+    return _recorded(model, stacks, asked, hooked=True) if first else recorded
 
 
 def later_rows(rows: int, model: nn.Module, asked: Asked) -> Callable[[], list[ir.RowNumber] | None]:

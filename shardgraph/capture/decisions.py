@@ -148,8 +148,7 @@ class Decisions:
 
     def input_values(self) -> InputValues:
         """A mode in which fake tensors that are computed from inputs alone have the values by which forward decided."""
-        known = [(self._fakes[i], self._leaves[i]) for i in self._position.values()]
-        return InputValues(*zip(*known, strict=True)) if known else InputValues((), ())
+        return InputValues(self._fakes, self._leaves)
 
     def raised_at(self, message: str) -> list[tuple[str, int, str, str]]:
         """The lines that led to the exception of the traced code that a message of the tracer's is about, if known."""

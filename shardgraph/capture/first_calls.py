@@ -11,6 +11,10 @@ import torch
 from torch import nn
 
 
+HOOKED = "_output_capturing_hooks_installed"
+"""The attribute by which transformers knows a model that :func:`hook_outputs` need not hook."""
+
+
 def name_tensors() -> None:
     """einops notes which framework a type is of when it first comes upon one (``einops._backends.get_backend``)."""
     if (einops := sys.modules.get("einops")) is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgraph.capture.numbers import is_number
 from shardgraph.torch_api import FakeTensor, outside_modes, pytree
 
 aten = torch.ops.aten
@@ -66,8 +67,8 @@ class _Known:
 class InputValues(TorchDispatchMode):
     """Inside, the values of ``fakes`` are those of ``leaves``, flattened inputs of which some may have none.
 
-    ``place`` tells where in the model a call is, and ``told`` is given every value that Python is told, with the places
-    in which it was computed.
+    ``place`` tells where in the model a call is. ``told`` is given every operation with its operands that was given a
+    value, that value or shape, and the places in which it was computed.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class InputValues(TorchDispatchMode):
         fakes: Iterable[Any],
         leaves: Iterable[Any],
         place: Callable[[], Any] = lambda: None,
-        told: Callable[[Any, set[Any]], None] = lambda value, places: None,
+        told: Callable[[Any, Any, Any, set[Any]], None] = lambda *_: None,
     ) -> None:
         super().__init__()
         self._known: dict[Any, _Known] = {}
         self._held: list[Any] = []  # so that no memory is used twice
         self._place, self._told = place, told
         for fake, leaf in zip(fakes, leaves, strict=True):
-            if isinstance(fake, torch.Tensor) and not _is_empty(leaf):
+            if isinstance(fake, torch.Tensor) and not _is_empty(leaf) and not is_number(leaf):
                 self._keep(fake, _Known(_on_cpu, (leaf,)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,9 +96,13 @@ class InputValues(TorchDispatchMode):
             return func(*self._without_masks(func, args), **kwargs)
         if func in _ASKED:
             value = _real(known)
-            self._told(value, known.places())
+            self._told(func, args, value, known.places())
             return value
-        result = self._sized(known, args) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            result = self._sized(known, args)
+            self._told(func, args, pytree.tree_map(lambda each: each.shape, result), known.places())
+        else:
+            result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self._keep(result, known)
         elif isinstance(result, (tuple, list)):
@@ -155,8 +160,9 @@ class InputValues(TorchDispatchMode):
             if known is None:
                 chosen.append(each)
             else:
-                places = aten.nonzero_static.default(each, size=_real(_Known(_count, (known,))))
-                chosen += places.unbind(1)
+                count = _real(_Known(_count, (known,)))
+                self._told(func, each, count, known.places())
+                chosen += aten.nonzero_static.default(each, size=count).unbind(1)
         return (whole, chosen, *value)
 
 

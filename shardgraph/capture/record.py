@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgraph.capture.answered import Answered, Answers
+from shardgraph.capture.input_values import InputValues
 from shardgraph.capture.loops import RunAround
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.side_effects import LeftBehind
@@ -110,13 +112,17 @@ def record(
     mode: FakeTensorMode,
     inputs: Sequence[Any],
     stacks: Sequence[Stack],
+    real: Sequence[Any],
 ) -> Record:
-    """The record of ``run()``, a call of ``model`` on ``inputs`` whose tensors are fake ones of ``mode``.
+    """The record of ``run()``, a call of ``model`` on ``inputs`` whose tensors are fake ones of ``mode``, in place of
+    ``real`` ones.
 
     Raises:
-        UnequalLayersError: the layers of a stack are not called once each, in order.
+        UnequalLayersError: the layers of a stack are not called once each, in order, or Python asks for a value that
+            another layer has computed.
     """
     recorder, around = _Recorder(model, mode, inputs, stacks), RunAround()
+    values = InputValues(inputs, real, recorder.place, recorder.told)
     for position, number, layer in numbered_modules(model, stacks):
 
         def enter(*_: Any, position: int = position, number: int = number) -> None:
@@ -130,7 +136,7 @@ def record(
         layer.register_forward_pre_hook(enter, prepend=True)
         layer.register_forward_hook(leave)
     left = LeftBehind(model)
-    with recorder, around:
+    with Answered(Answers()), recorder, around, values:
         output = run()
     returned, out_spec = recorder.returned(output)
     return Record(stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer, returned, out_spec)
@@ -167,6 +173,19 @@ class _Recorder(TorchDispatchMode):
             raise UnequalLayersError(f"{self._stacks[stack].path!r} has layers that call others")
         if number == self._stacks[stack].layers - 1:
             self.segments.append(_Segment(-1, sum(segment.stack < 0 for segment in self.segments)))
+
+    def place(self) -> Any:
+        """The layer that runs; None outside of stacks."""
+        now = self.segments[-1]
+        return None if now.stack < 0 else (now.stack, now.number)
+
+    def told(self, func: Any, args: Any, value: Any, places: Set[Any]) -> None:
+        """Note an operation that is given the ``value`` of what inputs decide, computed in these places."""
+        if not places <= {None, self.place()}:
+            raise UnequalLayersError("Python asks for a value that layers compute one after the other")
+        operands: list[torch.Tensor] = []
+        what = func, _written(args, operands), repr(value)
+        self.segments[-1].operations.append((what, self._used(operands)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # as torch asks again and again; it is part of every operand
@@ -215,6 +234,8 @@ class _Recorder(TorchDispatchMode):
             operands: list[torch.Tensor] = []
             what, used = ("returned", _written(leaf, operands)), self._used(operands)
             returned.append(used[0] if used else leaf)
+            if leaf is None:  # of which as many may be as there are layers
+                continue
             segment = layers.get(used[0][:2]) if used and used[0].stack >= 0 else None
             (segment or self.segments[-1]).operations.append((what, used))
         return returned, spec

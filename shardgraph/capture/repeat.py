@@ -118,7 +118,8 @@ class _Repetition:
         units = [
             made.get(value) if isinstance(role, RETURNED) else self._unit(_name_of(role)) for role, value in results
         ]
-        return RepeatedResults([role for role, _ in results], units, self._stack.repeats, returned)
+        roles, values = zip(*results, strict=True)
+        return RepeatedResults(roles, values, units, self._stack.repeats, returned)
 
     def _inputs(self) -> tuple[list[fx.Node], list[fx.Node]]:
         roles = [(node, ROLE.of(node)) for node in self._nodes if node.op == "placeholder"]
@@ -316,11 +317,11 @@ class _Repetition:
             if place and (place.second != (of == 1) or (of not in (0, 1) and place.part != _BACKWARD)):
                 raise UnequalLayersError(f"the value {value.name} of a layer is a result")
         repeated: list[tuple[ir.Role | None, Any]] = []
-        for i, number in self.results.order:
+        for (i, number), new in zip(self.results.order, self.results.roles, strict=True):
             role, value = results[i]
             if number in kept:
                 result = made[self._kept(value, None)] if isinstance(value, fx.Node) else value
-                repeated.append((self._settled(role), result))
+                repeated.append((new or self._settled(role), result))
                 continue
             other_role, other = results[self.results.second[i]]
             read = self._read(value, other)

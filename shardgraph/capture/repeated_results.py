@@ -6,9 +6,11 @@ higher index in the output.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from shardgraph import ir
 from shardgraph.capture.insertion import pairs, with_copies
@@ -21,12 +23,12 @@ RETURNED = (ir.Output, ir.IntermediateBase)
 
 
 class RepeatedResults:
-    """The results of a graph with few layers, by their ``roles`` and the ``units`` that they are of, and of the graph
-    with ``repeats`` more units.
+    """The results of a graph with few layers, by their ``roles``, ``values`` and the ``units`` that they are of, and of
+    the graph with ``repeats`` more units.
 
     ``units`` are 0 and 1 for the two units, anything else outside of them. ``returned`` is the order of the outputs, if
     that is known. ``order`` are the new graph's results: the position here of what each of them is, or is like, and
-    the number of its unit, 0 outside. ``second`` are the positions of what the second unit returns, by those of their
+    the number of its unit, 0 outside, and ``roles`` what they are if they are returned. ``second`` are the positions of what the second unit returns, by those of their
     equals in the first.
 
     Raises:
@@ -36,12 +38,13 @@ class RepeatedResults:
     def __init__(
         self,
         roles: Sequence[ir.Role | None],
+        values: Sequence[Any],
         units: Sequence[int | None],
         repeats: int,
         returned: Order | None = None,
     ) -> None:
         self.units, self._last = units, repeats + 1
-        self.order = _order(roles, units, repeats, returned)
+        self.order = _order(roles, values, units, repeats, returned)
         first, second = ([i for i, of in enumerate(units) if of == unit] for unit in (0, 1))
         self.second = dict(pairs(first, second))
         self._units = {role: unit for role, unit in zip(roles, units, strict=True) if isinstance(role, RETURNED)}
@@ -52,9 +55,13 @@ class RepeatedResults:
                 self._equals[second_role] = first_role
         self._new = dict[tuple[Returned, int], Returned]()
         numbers = {kind: count() for kind in RETURNED}
+        self.roles = list[Returned | None]()
         for position, number in self.order:
-            if isinstance(role := roles[position], RETURNED):
-                self._new[self._equals.get(role, role), number] = type(role)(next(numbers[type(role)]))
+            role = roles[position]
+            returned_role = type(role)(next(numbers[type(role)])) if isinstance(role, RETURNED) else None
+            self.roles.append(returned_role)
+            if isinstance(role, RETURNED) and returned_role is not None:
+                self._new[self._equals.get(role, role), number] = returned_role
 
     def unit(self, role: Returned | ir.Tangent) -> int | None:
         """The unit that returns this, or that gets this gradient of what it returns."""
@@ -93,18 +100,25 @@ class RepeatedResults:
 
 
 def _order(
-    roles: Sequence[ir.Role | None], units: Sequence[int | None], repeats: int, returned: Order | None
+    roles: Sequence[ir.Role | None],
+    values: Sequence[Any],
+    units: Sequence[int | None],
+    repeats: int,
+    returned: Order | None,
 ) -> list[tuple[int, int]]:
     order = with_copies(units, repeats)
     if returned is None:
         return order
     outputs = [i for i, role in enumerate(roles) if isinstance(role, ir.Output)]
     known = [(outputs[i], number) for i, number in returned]
-    copies = [each for each in order if isinstance(roles[each[0]], ir.Output)]
-    if sorted(known) != sorted(copies):
+    places = [place for place, each in enumerate(order) if isinstance(roles[each[0]], ir.Output)]
+    copies = [order[place] for place in places]
+    again = Counter(known) - Counter(copies)  # a None in place of what layers might return
+    if Counter(copies) - Counter(known) or any(values[position] is not None for position, _ in again):
         raise UnequalLayersError("layers return other values in the graph than in the call that was recorded")
-    known_next = iter(known)
-    return [next(known_next) if isinstance(roles[each[0]], ir.Output) else each for each in order]
+    if places != list(range(places[0], places[0] + len(places))):
+        raise UnequalLayersError("outputs are among other results")
+    return [*order[: places[0]], *known, *order[places[-1] + 1 :]]
 
 
 def _returned(role: Returned | ir.Tangent) -> Returned:

@@ -15,7 +15,11 @@ the first unit and outside, ``repeats`` + 1 for the second."""
 
 
 class _Place(NamedTuple):
-    """A leaf by its position in the output with few layers, the stack that it is of, and the number of its unit."""
+    """A leaf by its position in the output with few layers, the stack that it is of, and the number of its unit.
+
+    It is ``copied`` if the output with few layers does not have it: of units that are left out, from number 1 on, or a
+    None in place of what layers might return, of which each has a negative number.
+    """
 
     few: int
     path: str
@@ -45,6 +49,8 @@ def orders(whole: Record, few: Record, repeated: Sequence[Stack]) -> list[Order]
 def _from(place: _Place, stack: Stack, before: Mapping[_Place, int]) -> tuple[int, int]:
     if place.path != stack.path:
         return before[place], 0
+    if place.number < 0:
+        return before[_Place(place.few, "", 0, copied=False)], 0
     return before[place._replace(number=0, copied=False) if place.copied else place], place.number
 
 
@@ -55,13 +61,20 @@ def _places(whole: Record, few: Record, stacks: dict[str, Stack]) -> list[_Place
         times[type(leaf), leaf] += 1
         known[type(leaf), leaf, times[type(leaf), leaf]] = position
     times.clear()
-    places = []
+    places, following = list[_Place](), 0
     for leaf in whole.returned:
+        if leaf is None and None in few.returned:
+            absent = following == len(few.returned) or few.returned[following] is not None
+            at = few.returned.index(None) if absent else following
+            places.append(_Place(at, next(iter(stacks)), -len(places) - 1, True) if absent else _Place(at, "", 0, False))
+            following += not absent
+            continue
         times[type(leaf), leaf] += 1
         like, path, number, copied = _like(leaf, whole, stacks)
         if (key := (type(leaf), like, times[type(leaf), leaf])) not in known:
             raise UnequalLayersError("the layers do not return what fewer of them do")
         places.append(_Place(known[key], path, number, copied))
+        following = following if copied else known[key] + 1
     return places
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -84,15 +85,31 @@ def stacks_of(model: nn.Module) -> list[Stack]:
     return found
 
 
-def with_few_layers(model: nn.Module, stacks: Sequence[Stack]) -> nn.Module:
-    """A copy of the model with the same tensors and ``few`` layers in each of the stacks."""
+def with_few_layers(model: nn.Module, stacks: Sequence[Stack], counted: bool = False) -> nn.Module:
+    """A copy of the model with the same tensors and ``few`` layers in each of the stacks; with ``counted`` its
+    configuration has their numbers."""
     copied = private_copy(model)
     for stack in stacks:
+        if counted:
+            count_layers(copied, stack, stack.few)
         layers = copied.get_submodule(stack.path)._modules
         kept = [layers[str(stack.stands_for(number)[0])] for number in range(stack.few)]
         layers.clear()
         layers.update({str(number): layer for number, layer in enumerate(kept)})
     return copied
+
+
+def count_layers(copied: nn.Module, stack: Stack, layers: int) -> None:
+    """Have the module that holds a stack, and its configuration, count so many layers, as ``num_hidden_layers`` does."""
+    owner = copied.get_submodule(stack.path.rpartition(".")[0])
+    for holder in (owner, *vars(owner).values()):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            other = any(half in name and half not in stack.path for half in ("encoder", "decoder"))
+            if type(value) is int and value == stack.layers and _COUNT.search(name) and not other:
+                vars(holder)[name] = layers
+
+
+_COUNT = re.compile(r"^(n|num)_(\w+_)?layers?$|^(en|de)coder_layers$|^depth$|^n_blocks$")
 
 
 def layer_of(path: str, stacks: Sequence[Stack]) -> tuple[int, int, str] | None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from shardgraph.capture.private_copy import private_copy
-from shardgraph.capture.stacks import Stack
+from shardgraph.capture.stacks import Stack, count_layers
 from shardgraph.cost_models.optimizers import UPDATED_TOGETHER, optimizer_cost
 from shardgraph.passes.analysis.rows import Row
 from shardgraph.plans.plan import Plan
@@ -188,10 +188,13 @@ def _effect(value: Any) -> Any:
     return value > 0 if isinstance(value, float) else value
 
 
-def shortened(model: nn.Module, *few: tuple[Stack, int]) -> nn.Module:
-    """A copy of the model with the same tensors, with only the head and the first units of each stack, so many."""
+def shortened(model: nn.Module, *few: tuple[Stack, int], counted: bool = False) -> nn.Module:
+    """A copy of the model with the same tensors, with only the head and the first units of each stack, so many; with
+    ``counted`` its configuration has their numbers."""
     copy = private_copy(model)
     for stack, units in few:
+        if counted:
+            count_layers(copy, stack, stack.up_to(units))
         owner, _, name = stack.path.rpartition(".")
         whole = copy.get_submodule(stack.path)
         assert isinstance(whole, nn.ModuleList)

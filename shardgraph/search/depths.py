@@ -59,11 +59,12 @@ Units = tuple[int, ...]
 class Depths:
     """Copies of ``model`` with some of the units of ``stack``, and the graphs of calls of them.
 
-    Such a copy has all units of the ``others``, further stacks of the model; :meth:`within` has copies with some.
+    Such a copy has all units of the ``others``, further stacks of the model; :meth:`within` has copies with some. With
+    ``counted`` its configuration has their numbers.
     """
 
-    def __init__(self, model: nn.Module, stack: Stack, others: Sequence[Stack] = ()) -> None:
-        self._copies, self._given = _Copies(model, (stack, *others)), Units()
+    def __init__(self, model: nn.Module, stack: Stack, others: Sequence[Stack] = (), counted: bool = False) -> None:
+        self._copies, self._given = _Copies(model, (stack, *others), counted), Units()
 
     @property
     def stack(self) -> Stack:
@@ -103,14 +104,15 @@ class Depths:
 class _Copies:
     """Copies of ``model`` with some of the units of each of ``stacks``, and the graphs of calls of them."""
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Stack]) -> None:
-        self.stacks = stacks
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack], counted: bool) -> None:
+        self.stacks, self._counted = stacks, counted
         self._model, self._models, self._captures = model, dict[Units, nn.Module](), dict[Units, Captures]()
 
     def model(self, units: Units) -> nn.Module:
         """A copy of the model with the same tensors and so many units of each stack."""
         if units not in self._models:
-            self._models[units] = shortened(self._model, *zip(self.stacks, units, strict=True))
+            few = zip(self.stacks, units, strict=True)
+            self._models[units] = shortened(self._model, *few, counted=self._counted)
         return self._models[units]
 
     def captures(self, units: Units) -> Captures:

@@ -120,10 +120,11 @@ class Source:
             return self.depths
         model = self.question.model
         others = [each for each in find_others(model, stack) if treats_alike(self.plan, model, each)]
-        depths = Depths(model, stack, others)
-        if others and replace(self, depths=depths).graph(self.plan) is None:  # as of one that reads its fifth layer
-            return Depths(model, stack)
-        return depths
+        for further, counted in ((others, False), (others, True), ([], False)):
+            depths = Depths(model, stack, further, counted)
+            if replace(self, depths=depths).graph(self.plan) is not None:
+                return depths
+        return Depths(model, stack)  # as of one that reads its fifth layer
 
     def with_few(self, plan: Plan, one_more: Stack | None = None) -> Source:
         """The same analysis under ``plan`` of a copy of the model with :data:`PLACED` units of each of its stacks, with

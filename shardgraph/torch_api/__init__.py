@@ -37,7 +37,7 @@ from shardgraph.torch_api.connections import (
     recorded_connections,
     store_port,
 )
-from shardgraph.torch_api.decisions import deciding, example_of, traced_value
+from shardgraph.torch_api.decisions import deciding, example_of, passes, traced_value
 from shardgraph.torch_api.elsewhere import Elsewhere
 from shardgraph.torch_api.execution import (
     ENTER_RANGE,

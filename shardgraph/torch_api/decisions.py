@@ -10,9 +10,10 @@ import dis
 import functools
 import linecache
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch._dynamo import exc, symbolic_convert
 from torch._dynamo.variables import TensorVariable, builder, tensor
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from shardgraph.torch_api.both_ways import UnequalWaysError, take_both
 from shardgraph.torch_api.known_shapes import tell_shapes
@@ -109,8 +111,26 @@ def _install() -> None:
     for name, (ask, convert) in _CONVERSIONS.items():
         if original := getattr(handlers, name, None):  # torch 2.11 has fewer of them
             setattr(handlers, name, _conversion(original, ask, convert))
+    functions: Any = TorchInGraphFunctionVariable
+    functions.call_function = _in_the_graph(functions.call_function)
     for module in (builder, tensor):  # of new nodes with a result, and of those that write
         module.get_fake_value = _of_known_shape(module.get_fake_value)
+
+
+def _in_the_graph(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The tracer's handler of torch's functions, for which a check of a tensor is one in the graph, as branches are."""
+
+    @functools.wraps(original)
+    def wrapped(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        decider = _decider.get()
+        if decider is None or self.value not in (torch._check_tensor_all, torch._check_tensor_all_with):
+            return original(self, tx, args, kwargs)
+        given = [*args, *kwargs.values()]
+        condition = kwargs.get("cond") or given[self.value is torch._check_tensor_all_with]
+        _check(tx, condition.realize().call_method(tx, "_is_all_true", [], {}), True)
+        return VariableTracker.build(tx, None)
+
+    return wrapped
 
 
 def _of_known_shape(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,7 +272,8 @@ def _jump(original: Callable[..., None], on_true: bool, keeps: bool) -> Callable
         if variable is None or decider is None:
             original(tx, instruction)
             return
-        jumping, going_on = _raises(tx, instruction.target), _raises(tx, tx.next_instruction)
+        ways = tx.indexof[instruction.target], tx.indexof[tx.next_instruction]
+        jumping, going_on = (_raises(tx.instructions, way) for way in ways)
         if jumping or going_on:
             value: Any = on_true if going_on else not on_true
             decider.checked(_line(tx), value)
@@ -297,15 +318,36 @@ _ELSEWHERE = ("JUMP", "STORE", "DELETE", "RETURN", "YIELD", "FOR_ITER", "SEND", 
 """In the names of instructions after which more may happen than the making of an exception."""
 
 
-def _raises(tx: Any, start: Any) -> bool:
-    """Whether the code from an instruction on makes an exception, raises it, and does nothing else."""
-    first = tx.indexof[start]
-    for instruction in tx.instructions[first : first + 200]:
+def _raises(instructions: Sequence[Any], first: int) -> bool:
+    """Whether code from its ``first`` of these instructions on makes an exception, raises it, and does nothing else."""
+    for instruction in instructions[first : first + 200]:
         if instruction.opname == "RAISE_VARARGS":
             return True
         if any(each in instruction.opname for each in _ELSEWHERE):
             return False
     return False
+
+
+def passes(frame: FrameType) -> bool | None:
+    """The value with which a running frame does not raise that asks whether a tensor is true: by a branch that only
+    raises otherwise, or as torch's own check; None if it does not ask so."""
+    if frame.f_code is torch._check_tensor_all_with.__code__:
+        return True
+    instructions = _instructions(frame.f_code)
+    at = next((i for i, each in enumerate(instructions) if each.offset == frame.f_lasti), 0)
+    at += instructions[at].opname == "TO_BOOL"  # since Python 3.13
+    jump = instructions[at]
+    if "JUMP" not in jump.opname or not jump.opname.endswith(("IF_TRUE", "IF_FALSE")):
+        return None
+    target = next(i for i, each in enumerate(instructions) if each.offset == jump.argval)
+    jumping, going_on = (_raises(instructions, way) for way in (target, at + 1))
+    on_true = "IF_TRUE" in jump.opname
+    return None if jumping == going_on else on_true if going_on else not on_true
+
+
+@functools.lru_cache(1024)
+def _instructions(code: CodeType) -> Sequence[dis.Instruction]:
+    return list(dis.get_instructions(code))
 
 
 def _check(tx: Any, variable: Any, expected: bool) -> None:
