@@ -269,8 +269,10 @@ def test_of_layers_whose_output_the_loss_ignores_nothing_is_computed_in_backward
     program = build_program(LayersAside(), preset("single", {}), (torch.randn(2, 4, 8),), {})
     taken = ir.placeholders(program.backward)
     lean = program.graph("backward", frozenset(r for r in taken if isinstance(r, ir.Tangent) and r != ir.Tangent(0)))
-    backwards = [[node for node in gm.graph.nodes if "_backward" in str(node.target)] for gm in (lean, program.backward)]
-    assert not backwards[0] and len(backwards[1]) > 6
+    few, all_of_them = (
+        [node for node in gm.graph.nodes if "_backward" in str(node.target)] for gm in (lean, program.backward)
+    )
+    assert not few and len(all_of_them) > 6
 
 
 def _random(node):

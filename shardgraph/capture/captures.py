@@ -113,6 +113,7 @@ class Captures:
     def __init__(self, device: torch.device | None = None, ranks: Ranks | None = None) -> None:
         self._device, self._ranks = device or torch.device("cpu"), ranks
         self._joints: defaultdict[Hashable, list[JointGraph]] = defaultdict(list)
+        self._refused = dict[Hashable, CaptureError]()
 
     def joint(self, call: Call, plan: Plan) -> JointGraph:
         """The graph of ``call`` with the annotations and precision of ``plan``. It must not be modified: passes work on
@@ -121,13 +122,18 @@ class Captures:
         Raises:
             PlanError, CaptureError: as :func:`shardgraph.capture.capture.capture`.
         """
-        joints, leaves = self._joints[self._key(call, plan)], pytree.tree_leaves((call.args, dict(call.kwargs)))
+        key, leaves = self._key(call, plan), pytree.tree_leaves((call.args, dict(call.kwargs)))
+        joints = self._joints[key]
         for joint in joints:
             if all(condition.of(leaves) == condition.value for condition in joint.conditions):
                 return joint
+        if key in self._refused:
+            raise self._refused[key]
         try:
             joints.append(self._traced(call, plan))
         except CaptureError as error:
+            if all(leaf.is_meta for leaf in leaves if isinstance(leaf, torch.Tensor)):  # no values make a difference
+                self._refused[key] = error
             shapes = [] if plan.pipeline is None else call.maybe_uncut(plan.pipeline.parts)
             if not shapes or not re.search(r"\bsizes?\b|\bshapes?\b", str(error), re.IGNORECASE):
                 raise

@@ -55,14 +55,10 @@ def _from_few_layers(
     recorded: Callable[[nn.Module, Sequence[Stack]], Record],
 ) -> ir.JointGraph | None:
     whole = recorded(model, stacks)
-    alike = {position for position in range(len(stacks)) if whole.alike(position)}
-    # A model of two layers may not run, nor one of few if it takes their number from its configuration.
-    ways = [(kept, counted) for counted in (False, True) for kept in ([alike, set()] if alike else [set()])]
-    for kept, counted in ways[:-1]:
-        with suppress(UnequalLayersError, ShardGraphError):
-            return _repeated(model, whole, kept, traced, recorded, counted)
-    kept, counted = ways[-1]
-    return _repeated(model, whole, kept, traced, recorded, counted)
+    if alike := {position for position in range(len(stacks)) if whole.alike(position)}:
+        with suppress(UnequalLayersError, ShardGraphError):  # a model of two layers may not run
+            return _repeated(model, whole, alike, traced, recorded)
+    return _repeated(model, whole, set(), traced, recorded)
 
 
 def _repeated(
@@ -71,17 +67,20 @@ def _repeated(
     alike: Set[int],
     traced: Callable[[nn.Module], tuple[ir.JointGraph, Callable[..., str]]],
     recorded: Callable[[nn.Module, Sequence[Stack]], Record],
-    counted: bool,
 ) -> ir.JointGraph | None:
     """The graph from few layers of each stack, from two of those whose layers are all ``alike``."""
     kinds: dict[Any, int] = {}
     repeated, heads = repeated_layers(whole, kinds, alike)
     if not repeated:
         return None
-    few = with_few_layers(model, repeated, counted)
+    few = with_few_layers(model, repeated)
     by_path = {stack.path: stack for stack in repeated}
     remaining = [replace(each, layers=by_path.get(each.path, each).few) for each in whole.stacks]
-    of_few = recorded(few, remaining)
+    try:
+        of_few = recorded(few, remaining)
+    except UnequalLayersError:  # it may take the number of layers from its configuration
+        few = with_few_layers(model, repeated, counted=True)
+        of_few = recorded(few, remaining)
     check_same(whole, of_few, repeated, heads, kinds)
     returned = orders(whole, of_few, repeated)
     joint, unequal = traced(few)

@@ -10,7 +10,6 @@ import sys
 import torch
 from torch import nn
 
-
 HOOKED = "_output_capturing_hooks_installed"
 """The attribute by which transformers knows a model that :func:`hook_outputs` need not hook."""
 

@@ -7,7 +7,6 @@ computed before it is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +119,9 @@ class InputValues(TorchDispatchMode):
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Of whatever shares the memory that an operation writes to the value is not known from now on."""
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-        writes = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+        arguments = func._schema.arguments
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        writes = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
         written = pytree.tree_leaves([given.get(name) for name in writes])
         lost = {each.untyped_storage()._cdata for each in written if isinstance(each, torch.Tensor)}
         self._known = {memory: known for memory, known in self._known.items() if memory[0] not in lost}

@@ -28,8 +28,8 @@ class RepeatedResults:
 
     ``units`` are 0 and 1 for the two units, anything else outside of them. ``returned`` is the order of the outputs, if
     that is known. ``order`` are the new graph's results: the position here of what each of them is, or is like, and
-    the number of its unit, 0 outside, and ``roles`` what they are if they are returned. ``second`` are the positions of what the second unit returns, by those of their
-    equals in the first.
+    the number of its unit, 0 outside; its own ``roles`` are what they are if they are returned. ``second`` are the
+    positions of what the second unit returns, by those of their equals in the first.
 
     Raises:
         UnequalLayersError: one unit has more results than the other, or other ones are returned.

@@ -64,10 +64,11 @@ def _places(whole: Record, few: Record, stacks: dict[str, Stack]) -> list[_Place
     places, following = list[_Place](), 0
     for leaf in whole.returned:
         if leaf is None and None in few.returned:
-            absent = following == len(few.returned) or few.returned[following] is not None
-            at = few.returned.index(None) if absent else following
-            places.append(_Place(at, next(iter(stacks)), -len(places) - 1, True) if absent else _Place(at, "", 0, False))
-            following += not absent
+            if following < len(few.returned) and few.returned[following] is None:
+                places.append(_Place(following, "", 0, copied=False))
+                following += 1
+            else:
+                places.append(_Place(few.returned.index(None), next(iter(stacks)), -len(places) - 1, copied=True))
             continue
         times[type(leaf), leaf] += 1
         like, path, number, copied = _like(leaf, whole, stacks)

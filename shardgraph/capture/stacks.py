@@ -100,7 +100,7 @@ def with_few_layers(model: nn.Module, stacks: Sequence[Stack], counted: bool = F
 
 
 def count_layers(copied: nn.Module, stack: Stack, layers: int) -> None:
-    """Have the module that holds a stack, and its configuration, count so many layers, as ``num_hidden_layers`` does."""
+    """Have the module that holds a stack, and its configuration, count so many layers, as in ``num_hidden_layers``."""
     owner = copied.get_submodule(stack.path.rpartition(".")[0])
     for holder in (owner, *vars(owner).values()):
         for name, value in getattr(holder, "__dict__", {}).items():

@@ -113,7 +113,8 @@ def _install() -> None:
             setattr(handlers, name, _conversion(original, ask, convert))
     functions: Any = TorchInGraphFunctionVariable
     functions.call_function = _in_the_graph(functions.call_function)
-    for module in (builder, tensor):  # of new nodes with a result, and of those that write
+    modules: tuple[Any, ...] = builder, tensor
+    for module in modules:  # of new nodes with a result, and of those that write
         module.get_fake_value = _of_known_shape(module.get_fake_value)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 _MAKERS = (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full)
 _OF_NUMBERS = {
@@ -22,13 +23,15 @@ _OF_NUMBERS = {
 }
 """Functions and methods whose arguments are numbers, but for the first one of all but the makers."""
 
-Ask = Callable[[fx.Node], Any]
+Ask = Callable[[Any], Any]
 """The number that a node of the tracer's graph computes; None if it is not known."""
 
 
 def tell_shapes(node: fx.Node, ask: Ask, fake: Ask) -> None:
     """Have a new ``node``, the last one of the tracer's graph, told the numbers on which its shape depends, if it can
     be ``ask``\\ ed for them. ``fake`` gives the fake tensor of a node."""
+    if node.op not in ("call_function", "call_method") or not _is_torchs(node.target):
+        return
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     with node.graph.inserting_before(node):
         if name == "repeat_interleave":
@@ -39,18 +42,25 @@ def tell_shapes(node: fx.Node, ask: Ask, fake: Ask) -> None:
             _tell_selection(node, ask, fake)
         elif name in ("unique", "unique_consecutive"):
             _tell_unique(node, name, ask, fake)
-        elif name in ("expand_as", "view_as", "reshape_as") and node.op == "call_method":
+        elif name in ("expand_as", "view_as", "reshape_as") and len(node.args) == 2:
             # Of a value that is computed from inputs alone this is too, whatever the other one is computed from.
             value, other = node.args
-            node.target, node.args = name.removesuffix("_as"), (value, *fake(other).shape)
+            node.op, node.target = "call_method", name.removesuffix("_as")
+            node.args = (value, *fake(other).shape)
         elif node.target in (operator.getitem, operator.setitem) or name in ("__getitem__", "__setitem__"):
             _tell_masks(node, ask, fake)
         elif name in _OF_NUMBERS:
             _tell_numbers(node, ask, fake)
 
 
+def _is_torchs(target: Any) -> bool:
+    """Whether it is a method of tensors or a function of torch's, not one of the model's that has its name."""
+    module = getattr(target, "__module__", None) or "torch"
+    return isinstance(target, str) or module.partition(".")[0] in ("torch", "_operator")
+
+
 def _tell_repeats(node: fx.Node, ask: Ask, fake: Ask) -> None:
-    given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+    given: dict[str, Any] = {**dict(zip(("input", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
     repeats = given.get("repeats", given.get("input", given.get("self")))
     if given.get("output_size") is not None or not isinstance(repeats, fx.Node):
         return
@@ -78,7 +88,7 @@ def _places(graph: fx.Graph, mask: Any, ask: Ask) -> fx.Node | None:
 
 
 def _tell_selection(node: fx.Node, ask: Ask, fake: Ask) -> None:
-    given = dict(zip(("input", "mask"), node.args, strict=False)) | node.kwargs
+    given: dict[str, Any] = {**dict(zip(("input", "mask"), node.args, strict=False)), **node.kwargs}
     shape = torch.broadcast_shapes(*(fake(given[name]).shape for name in ("input", "mask")))
     whole, mask = (node.graph.call_function(torch.broadcast_to, (given[name], shape)) for name in ("input", "mask"))
     if (places := _places(node.graph, mask, ask)) is not None:
@@ -89,9 +99,10 @@ def _tell_selection(node: fx.Node, ask: Ask, fake: Ask) -> None:
 
 def _tell_unique(node: fx.Node, name: str, ask: Ask, fake: Ask) -> None:
     """Values without repetitions, alone, are the first ones of those that follow each other."""
-    function, value = node.graph.call_function, fake(node.args[0])
-    if len(node.args) != 1 or any(node.kwargs[each] for each in node.kwargs if each != "sorted") or not value.numel():
+    alone = len(node.args) == 1 and not any(node.kwargs[each] for each in node.kwargs if each != "sorted")
+    if not alone or not (value := fake(node.args[0])).numel():
         return
+    function = node.graph.call_function
     flat = function(torch.flatten, node.args)
     if name == "unique":
         flat = function(operator.getitem, (function(torch.sort, (flat,)), 0))
@@ -104,8 +115,8 @@ def _tell_unique(node: fx.Node, name: str, ask: Ask, fake: Ask) -> None:
 
 
 def _tell_masks(node: fx.Node, ask: Ask, fake: Ask) -> None:
-    """Masks in an index become the numbers of what they choose, where their count is the length of a result or gradient:
-    a constant is written without, and one value for all as a choice."""
+    """Masks in an index become the numbers of what they choose, where there is a result or gradient of as many rows: a
+    constant is written without, and one value for all as a choice."""
     whole, index, *written = node.args
     for value in written:
         each_its_own = isinstance(index, tuple) or _dims(value, fake) > _dims(whole, fake) - _dims(index, fake)
@@ -135,8 +146,13 @@ def _tell_numbers(node: fx.Node, ask: Ask, fake: Ask) -> None:
     def number(given: fx.Node) -> Any:
         value = fake(given)
         single = isinstance(value, torch.Tensor) and not value.dim() and not value.is_floating_point()
-        told = ask(given) if single else None
-        return given if told is None else told
+        known = ask(given) if single else None
+        return given if known is None else known
 
-    node.args = (*tensor, *fx.map_arg(node.args[len(tensor) :], number))
-    node.kwargs = fx.map_arg(node.kwargs, number)
+    def told(name: str, given: Any) -> Any:
+        return given if name in ("fill_value", "value") else fx.map_arg(given, number)
+
+    filled = node.target in ("new_full", torch.full, functional.pad)
+    sizes = len(tensor) + 1 if filled else len(node.args)  # what comes after is a value
+    node.args = (*tensor, *fx.map_arg(node.args[len(tensor) : sizes], number), *node.args[sizes:])
+    node.kwargs = {name: told(name, given) for name, given in node.kwargs.items()}
