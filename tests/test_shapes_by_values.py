@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import shardgraph
+from shardgraph.capture import capture
 
 MASK, REPEATS = torch.tensor([True, False, True, True]), torch.tensor([2, 0, 1, 3])
 SIZES = torch.tensor([[2, 2], [1, 4]])
@@ -153,8 +154,6 @@ class Deep(nn.Module):
 
 @pytest.mark.parametrize("check", ["torch's", "a branch", "a value", "in a layer", "by number"])
 def test_layers_behind_values_of_inputs_are_traced_once_where_they_do_the_same(check, monkeypatch):
-    from shardgraph.capture import capture
-
     traced, lengths = capture._traced, list[int]()
     monkeypatch.setattr(capture, "_traced", lambda few, asked: (lengths.append(len(few.layers)), traced(few, asked))[1])
     model, x = Deep(12, check), torch.randn(4, 4)
@@ -174,6 +173,43 @@ def test_a_check_of_values_is_made_at_each_call_and_needs_none_to_be_analysed(ch
         sharded(x, given + 1)
     call = (x.to("meta"), given.to("meta"))
     assert shardgraph.analyze(Deep(12, check), call, plan="single", cluster="H100").peak_memory > 0
+
+
+class Keeping(nn.Module):
+    """It keeps a tensor that it computes before, behind or in its layers."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layers, self.where = nn.ModuleList(nn.Linear(4, 4) for _ in range(12)), where
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.where == "before":
+            self.kept = x.cumsum(0) * length
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if self.where == "in the last layer" and number == 11:
+                self.kept = x
+        if self.where == "behind":
+            self.kept = 2 * x.sum(0)
+        return x[:length].sum(), x
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "in the last layer"])
+def test_layers_are_traced_once_where_forward_keeps_tensors_outside_of_them(where, monkeypatch):
+    traced, lengths = capture._traced, list[int]()
+    monkeypatch.setattr(capture, "_traced", lambda few, asked: (lengths.append(len(few.layers)), traced(few, asked))[1])
+    model = Keeping(where)
+    sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
+    for length in map(torch.tensor, (3, 2, 3)):
+        x = torch.randn(4, 4)
+        results, expected = sharded(x, length), model(x, length)
+        torch.testing.assert_close(results, expected)
+        torch.testing.assert_close(sharded.original.kept, model.kept)
+        results[0].backward(), expected[0].backward()
+    for mine, theirs in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert (12 in lengths) == (where == "in the last layer")
 
 
 class Counting(nn.Module):
@@ -196,8 +232,6 @@ class Counting(nn.Module):
 
 
 def test_layers_that_a_configuration_counts_are_traced_once(monkeypatch):
-    from shardgraph.capture import capture
-
     traced, lengths = capture._traced, list[int]()
     monkeypatch.setattr(capture, "_traced", lambda few, asked: (lengths.append(len(few.layers)), traced(few, asked))[1])
     model, x = Counting(), torch.randn(2, 4)

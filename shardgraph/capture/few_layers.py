@@ -82,20 +82,33 @@ def _repeated(
         few = with_few_layers(model, repeated, counted=True)
         of_few = recorded(few, remaining)
     check_same(whole, of_few, repeated, heads, kinds)
-    returned = orders(whole, of_few, repeated)
     joint, unequal = traced(few)
-    if joint.results or joint.replaced or joint.shortened:
-        raise UnequalLayersError("forward sets attributes to tensors, or writes parameters")
-    inside = [each for each in joint.attributes if layer_of(each.path, repeated)]
-    if inside or not same_constants(joint.attributes, whole.left):
+    if joint.replaced or joint.shortened:
+        raise UnequalLayersError("forward replaces buffers, or writes parameters")
+    results = [(each.path, each.keys) for each in joint.results]
+    constants = {place: value for place, value in whole.left.items() if place not in results}
+    inside = [each for each in (*joint.attributes, *joint.results) if layer_of(each.path, repeated)]
+    if inside or not same_constants(joint.attributes, constants):
         raise UnequalLayersError("forward sets attributes of layers, or others with few layers")
+    returned = orders(_with_kept(whole, results), _with_kept(of_few, results), repeated)
     numbers = [(stack.path, {few: stack.stands_for(few) for few in range(stack.few)}) for stack in repeated]
     if difference := unequal(model, numbers):
         raise UnequalLayersError(difference)
-    if joint.out_spec != of_few.out_spec:
+    if (joint.out_spec.child(0) if results else joint.out_spec) != of_few.out_spec:
         raise UnequalLayersError("the output is put together in another way than that of the call that was recorded")
     assert joint.guards is not None
     origin = joint.origin and replace(joint.origin, guards=partial(joint.origin.guards, repeated=numbers))
+    spec = whole.out_spec
+    if results:
+        spec = type(spec)(joint.out_spec.type, joint.out_spec.context, [spec, joint.out_spec.child(1)])
     for stack, order in zip(repeated, returned, strict=True):
         joint = repeat_joint(joint, stack, order)
-    return replace(joint, out_spec=whole.out_spec, guards=partial(joint.guards, repeated=numbers), origin=origin)
+    return replace(joint, out_spec=spec, guards=partial(joint.guards, repeated=numbers), origin=origin)
+
+
+def _with_kept(recorded: Record, results: Sequence[tuple[str, tuple[str, ...]]]) -> Record:
+    """A record in which tensors that forward sets attributes to, outside of layers, are returned last."""
+    kept = [value for place in results if (value := recorded.kept.get(place)) is not None and value.stack < 0]
+    if len(kept) < len(results):
+        raise UnequalLayersError("forward sets attributes to what layers compute")
+    return replace(recorded, returned=[*recorded.returned, *kept])

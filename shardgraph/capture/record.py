@@ -58,7 +58,8 @@ class _Segment:
 class Record:
     """The segments of a forward, in order; values outside of stacks that are ``differentiated`` get a gradient.
 
-    ``left`` is what it changed on the model: the values of attributes by the path of a module and their keys.
+    ``left`` is what it changed on the model: the values of attributes by the path of a module and their keys, and
+    ``kept`` are the tensors among these, by what they are.
     ``around`` are the instructions of Python that ran around each layer, by its stack's position and its number.
     ``returned`` are the leaves of its output, and ``out_spec`` is how these are put together.
     """
@@ -67,6 +68,7 @@ class Record:
     segments: list[_Segment]
     differentiated: Set[Value]
     left: Mapping[tuple[str, tuple[str, ...]], Any]
+    kept: Mapping[tuple[str, tuple[str, ...]], Value | None]
     around: Mapping[tuple[int, int], Set[Any]]
     returned: Sequence[Leaf]
     out_spec: Any
@@ -139,7 +141,11 @@ def record(
     with Answered(Answers()), recorder, around, values:
         output = run()
     returned, out_spec = recorder.returned(output)
-    return Record(stacks, recorder.segments, recorder.differentiated, left.now(), around.by_layer, returned, out_spec)
+    changed = left.now()
+    kept = {place: recorder.known(value) for place, value in changed.items() if isinstance(value, torch.Tensor)}
+    return Record(
+        stacks, recorder.segments, recorder.differentiated, changed, kept, around.by_layer, returned, out_spec
+    )
 
 
 class _Recorder(TorchDispatchMode):
@@ -154,7 +160,7 @@ class _Recorder(TorchDispatchMode):
         self.segments = [_Segment(-1, 0)]
         self.differentiated: set[Value] = set()
         for name, tensor in _tensors(model):
-            if not self._known(tensor):
+            if not self.known(tensor):
                 found = layer_of(name, stacks)
                 self._keep(tensor, Value(*found) if found else Value(-1, -1, name))
         for leaf in inputs:
@@ -241,14 +247,15 @@ class _Recorder(TorchDispatchMode):
         return returned, spec
 
     def _used(self, operands: list[torch.Tensor]) -> tuple[Value, ...]:
-        return tuple([self._known(operand) or self._new(operand) for operand in operands])
+        return tuple([self.known(operand) or self._new(operand) for operand in operands])
 
     def _new(self, tensor: torch.Tensor) -> Value:
         segment = self.segments[-1]
         segment.values += 1
         return self._keep(tensor, Value(segment.stack, segment.number, segment.values))
 
-    def _known(self, tensor: torch.Tensor) -> Value | None:
+    def known(self, tensor: torch.Tensor) -> Value | None:
+        """What a tensor is; None if it was not made by an operation."""
         return self._values.get(id(tensor)) or self._values.get(_place(tensor))
 
     def _keep(self, tensor: torch.Tensor, value: Value) -> Value:

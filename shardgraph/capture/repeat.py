@@ -58,8 +58,12 @@ def repeat_joint(joint: ir.JointGraph, stack: Stack, returned: Order | None = No
     """
     repetition = _Repetition(joint.module, stack, returned)
     module, aliases = repetition.graph(), repetition.results.aliases(joint.aliases)
-    leaves = sum(isinstance(role, ir.Output) for role, _ in ir.outputs(module))
-    return replace(joint, module=module, aliases=aliases, out_spec=pytree.tree_structure([0] * leaves))
+    results, leaves = len(joint.results), sum(isinstance(role, ir.Output) for role, _ in ir.outputs(module))
+    if any(unit is not None for unit in repetition.results.returned_by[leaves - results :]):
+        raise UnequalLayersError("forward sets attributes to what layers compute")
+    output = [0] * (leaves - results)
+    spec = pytree.tree_structure((output, [0] * results) if results else output)
+    return replace(joint, module=module, aliases=aliases, out_spec=spec)
 
 
 @dataclass(frozen=True)

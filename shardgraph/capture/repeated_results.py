@@ -28,8 +28,9 @@ class RepeatedResults:
 
     ``units`` are 0 and 1 for the two units, anything else outside of them. ``returned`` is the order of the outputs, if
     that is known. ``order`` are the new graph's results: the position here of what each of them is, or is like, and
-    the number of its unit, 0 outside; its own ``roles`` are what they are if they are returned. ``second`` are the
-    positions of what the second unit returns, by those of their equals in the first.
+    the number of its unit, 0 outside; its own ``roles`` are what they are if they are returned. ``returned_by`` are the
+    units that its outputs are of. ``second`` are the positions of what the second unit returns, by those of their
+    equals in the first.
 
     Raises:
         UnequalLayersError: one unit has more results than the other, or other ones are returned.
@@ -45,6 +46,7 @@ class RepeatedResults:
     ) -> None:
         self.units, self._last = units, repeats + 1
         self.order = _order(roles, values, units, repeats, returned)
+        self.returned_by = [units[position] for position, _ in self.order if isinstance(roles[position], ir.Output)]
         first, second = ([i for i, of in enumerate(units) if of == unit] for unit in (0, 1))
         self.second = dict(pairs(first, second))
         self._units = {role: unit for role, unit in zip(roles, units, strict=True) if isinstance(role, RETURNED)}

@@ -178,8 +178,8 @@ class _Repeated(_Kept):
         return self._copies.captures(self._few).joint(replace(call, model=model), plan)
 
     def _repeated(self, few: JointGraph) -> JointGraph | None:
-        if few.results or few.replaced or few.shortened:
-            return None  # tensors that forward leaves behind may be of any layer
+        if few.replaced or few.shortened:
+            return None  # of any layer
         model = self._copies.model(self._units)
         stored = {name: parameter.dtype for name, parameter in model.named_parameters()}
         with suppress(UnequalLayersError):
