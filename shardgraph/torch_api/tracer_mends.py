@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.variables import builtin
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.iter import ItertoolsVariable
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -23,14 +24,16 @@ def mend_tracer() -> None:
 
 
 def _take_keys_by_position() -> None:
-    """``itertools.groupby(values, key)`` is ``groupby(values, key=key)``."""
+    """``itertools.groupby(values, key)`` is ``groupby(list(values), key=key)``."""
     kind: Any = ItertoolsVariable
     original = kind.call_function
 
     @functools.wraps(original)
     def wrapped(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is itertools.groupby and len(args) == 2:
-            args, kwargs = args[:1], {**kwargs, "key": args[1]}
+        if self.value is itertools.groupby and args:
+            values, *key = args
+            args = [VariableTracker.build(tx, list).call_function(tx, [values], {})]
+            kwargs = {**kwargs, "key": key[0]} if key else kwargs
         return original(self, tx, args, kwargs)
 
     kind.call_function = wrapped
