@@ -29,6 +29,7 @@ from shardgraph.capture.side_effects import Effects, harmful, merged, side_effec
 from shardgraph.capture.stacks import UnequalLayersError
 from shardgraph.errors import CaptureError, ShardGraphError
 from shardgraph.ir import AttributeResult, Origin
+from shardgraph.ir.attributes import STACK_TRACE
 
 PREFIX = "model."
 """Of names in the traced module."""
@@ -201,7 +202,7 @@ def _refuse_flex_attention(name: str, gm: fx.GraphModule) -> None:
     """Raise CaptureError where a graph has the operator of ``flex_attention``, which holds its mask as a graph."""
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "flex_attention":
-            at = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', node.meta.get("stack_trace") or "")
+            at = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.+)', STACK_TRACE.get(node) or "")
             own = [frame for frame in at if not frame[0].startswith(_TORCH) and frame[0] != __file__]
             raise CaptureError(_told(name, "no plan can shard flex_attention", own[-1:], _known("flex_attention")))
 
