@@ -9,6 +9,7 @@ import torch
 
 import shardgraph
 from tests import vision_language
+from tests.standing import on_ranks
 
 
 @pytest.mark.quick("fsdp-internvl", "fsdp-llava")
@@ -32,6 +33,14 @@ def test_other_images_than_those_of_the_first_call_are_another_program():
         kinds = {"mm_token_type_ids": (ids == vision_language.IMAGE).long()}
         given = call | {"input_ids": ids, "labels": ids, **images, **kinds}
         torch.testing.assert_close(sharded(**given).loss, model(**given).loss)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_ranks_may_have_images_of_other_sizes(plan):
+    for errors in on_ranks(vision_language.trained_on_other_images, args=(plan,)):
+        assert max(errors) < 1e-5
 
 
 @pytest.mark.slow

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+
+import shardgraph
 
 IMAGE = 100
 """The token in whose place what is seen or heard goes."""
@@ -162,3 +166,23 @@ def build(kind: str) -> tuple[nn.Module, dict[str, Any]]:
         getattr(transformers, f"{name}Config")(**sizes, **token)
     )
     return model.train(), inputs()
+
+
+def trained_on_other_images(plan: str) -> list[float]:
+    """How far each loss is from the unsharded model's, in steps in which ranks have images of other sizes."""
+    model, given = build("qwen2_vl")
+    original, rank, errors = copy.deepcopy(model), dist.get_rank(), list[float]()
+    sharded = shardgraph.compile(model, plan, progress=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, original)]
+    for step in range(3):
+        grids = [[[1, 4, 4]] * 4, [[1, 2, 8], [1, 8, 2], [1, 4, 4], [1, 2, 8]]]
+        calls = [given | {"image_grid_thw": torch.tensor(grids[(step + each) % 2])} for each in range(2)]
+        expected = [original(**each).loss for each in calls]
+        (sum(expected) / 2).backward()
+        loss = sharded(**calls[rank]).loss
+        loss.backward()
+        errors.append(abs(loss.item() - expected[rank].item()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return errors

@@ -120,7 +120,8 @@ class Source:
             return self.depths
         model = self.question.model
         others = [each for each in find_others(model, stack) if treats_alike(self.plan, model, each)]
-        for further, counted in ((others, False), (others, True), ([], False)):
+        alone = [([], False)] if others else []
+        for further, counted in ((others, False), (others, True), *alone):
             depths = Depths(model, stack, further, counted)
             if replace(self, depths=depths).graph(self.plan) is not None:
                 return depths

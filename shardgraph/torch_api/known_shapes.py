@@ -118,14 +118,14 @@ def _tell_masks(node: fx.Node, ask: Ask, fake: Ask) -> None:
     """Masks in an index become the numbers of what they choose, where there is a result or gradient of as many rows: a
     constant is written without, and one value for all as a choice."""
     whole, index, *written = node.args
-    for value in written:
-        each_its_own = isinstance(index, tuple) or _dims(value, fake) > _dims(whole, fake) - _dims(index, fake)
-        if not (isinstance(value, fx.Node) and fake(value).requires_grad and each_its_own):
+    for value in (_tensor(each, fake) for each in written):
+        each_its_own = isinstance(index, tuple) or value.dim() > fake(whole).dim() - _tensor(index, fake).dim()
+        if not (value.requires_grad and each_its_own):
             return
     told: list[Any] = []
     for each in index if isinstance(index, tuple) else (index,):
-        mask = fake(each) if isinstance(each, fx.Node) else None
-        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or not mask.dim():
+        mask = _tensor(each, fake)
+        if mask.dtype is not torch.bool or not mask.dim():
             told.append(each)
             continue
         if (places := _places(node.graph, each, ask)) is None:
@@ -135,8 +135,10 @@ def _tell_masks(node: fx.Node, ask: Ask, fake: Ask) -> None:
     node.args = (whole, tuple(told) if isinstance(index, tuple) or len(told) > 1 else told[0], *written)
 
 
-def _dims(value: Any, fake: Ask) -> int:
-    return fake(value).dim() if isinstance(value, fx.Node) else 0
+def _tensor(given: Any, fake: Ask) -> torch.Tensor:
+    """The fake tensor of an argument, of no dimension for a number."""
+    value = fake(given) if isinstance(given, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else torch.empty((), device="meta")
 
 
 def _tell_numbers(node: fx.Node, ask: Ask, fake: Ask) -> None:
