@@ -120,8 +120,7 @@ class Source:
             return self.depths
         model = self.question.model
         others = [each for each in find_others(model, stack) if treats_alike(self.plan, model, each)]
-        alone = [([], False)] if others else []
-        for further, counted in ((others, False), (others, True), *alone):
+        for further, counted in dict.fromkeys([(tuple(others), False), (tuple(others), True), ((), False)]):
             depths = Depths(model, stack, further, counted)
             if replace(self, depths=depths).graph(self.plan) is not None:
                 return depths
