@@ -127,6 +127,14 @@ def test_an_attribute_is_set_to_what_values_of_inputs_give():
         assert torch.equal(sharded.original.last, model.last)
 
 
+@pytest.fixture
+def lengths(monkeypatch) -> list[int]:
+    """How many layers each model had that was traced."""
+    traced, found = capture._traced, list[int]()
+    monkeypatch.setattr(capture, "_traced", lambda few, asked: (found.append(len(few.layers)), traced(few, asked))[1])
+    return found
+
+
 class Deep(nn.Module):
     """Layers behind a check and a value of an input."""
 
@@ -153,9 +161,7 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("check", ["torch's", "a branch", "a value", "in a layer", "by number"])
-def test_layers_behind_values_of_inputs_are_traced_once_where_they_do_the_same(check, monkeypatch):
-    traced, lengths = capture._traced, list[int]()
-    monkeypatch.setattr(capture, "_traced", lambda few, asked: (lengths.append(len(few.layers)), traced(few, asked))[1])
+def test_layers_behind_values_of_inputs_are_traced_once_where_they_do_the_same(check, lengths):
     model, x = Deep(12, check), torch.randn(4, 4)
     sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
     for first in (3, 2):
@@ -196,9 +202,7 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["before", "behind", "in the last layer"])
-def test_layers_are_traced_once_where_forward_keeps_tensors_outside_of_them(where, monkeypatch):
-    traced, lengths = capture._traced, list[int]()
-    monkeypatch.setattr(capture, "_traced", lambda few, asked: (lengths.append(len(few.layers)), traced(few, asked))[1])
+def test_layers_are_traced_once_where_forward_keeps_tensors_outside_of_them(where, lengths):
     model = Keeping(where)
     sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
     for length in map(torch.tensor, (3, 2, 3)):
@@ -231,9 +235,7 @@ class Counting(nn.Module):
         return {"loss": states[-2].sum(), "states": states}
 
 
-def test_layers_that_a_configuration_counts_are_traced_once(monkeypatch):
-    traced, lengths = capture._traced, list[int]()
-    monkeypatch.setattr(capture, "_traced", lambda few, asked: (lengths.append(len(few.layers)), traced(few, asked))[1])
+def test_layers_that_a_configuration_counts_are_traced_once(lengths):
     model, x = Counting(), torch.randn(2, 4)
     sharded = shardgraph.compile(copy.deepcopy(model), "single", progress=False)
     result, expected = sharded(x), model(x)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 import shardgraph
 from tests import vision_language
@@ -49,8 +50,6 @@ def test_a_deep_model_of_two_stacks_is_planned_from_few_layers_of_each():
     config = copy.deepcopy(vision_language.MODELS["llava"][1])
     config["vision_config"]["num_hidden_layers"], config["text_config"]["num_hidden_layers"] = 16, 18
     _, call = vision_language.build("llava")
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
     model = LlavaForConditionalGeneration(LlavaConfig(image_token_index=vision_language.IMAGE, **config))
     few, whole = (
         shardgraph.analyze(model, example_kwargs=call, plan="ddp", mesh={"dp": 2}, cluster="H100", fold=fold)

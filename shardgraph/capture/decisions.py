@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardgraph import torch_api
 from shardgraph.arguments import BOOL, NONE, TEXT, checked
 from shardgraph.capture.answered import Answers
-from shardgraph.capture.input_values import InputValues
+from shardgraph.capture.input_values import InputValues, is_empty
 from shardgraph.capture.numbers import is_number
 from shardgraph.errors import ArgumentError
 from shardgraph.ir import Condition, Sameness
-from shardgraph.torch_api import FakeTensor, unset_fake_temporarily
+from shardgraph.torch_api import unset_fake_temporarily
 
 _LARGEST = 4096
 """Elements of the largest value that decides: lists of numbers are lengths and the like."""
@@ -128,7 +128,7 @@ class Decisions:
                 self.remedy = _RANDOM
             return None
         function, used = found
-        if any(map(_is_empty, (self._leaves[i] for i in used))):
+        if any(map(is_empty, (self._leaves[i] for i in used))):
             self.remedy = _EMPTY
             return None
         condition = Condition(f"{line}\n{function.graph}", line, None, function, used)
@@ -245,11 +245,6 @@ def _place(line: str) -> str:
     """``file:line`` of a line as the tracer tells it."""
     found = re.match(r"(.*?):(\d+), in ", line)
     return f"{Path(found[1]).name}:{found[2]}" if found else ""
-
-
-def _is_empty(leaf: torch.Tensor) -> bool:
-    """Whether it has no values."""
-    return leaf.is_meta or isinstance(leaf, FakeTensor)
 
 
 _NAMES = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")

@@ -82,7 +82,7 @@ class InputValues(TorchDispatchMode):
         self._held: list[Any] = []  # so that no memory is used twice
         self._place, self._told = place, told
         for fake, leaf in zip(fakes, leaves, strict=True):
-            if isinstance(fake, torch.Tensor) and not _is_empty(leaf) and not is_number(leaf):
+            if isinstance(fake, torch.Tensor) and not is_empty(leaf) and not is_number(leaf):
                 self._keep(fake, _Known(_on_cpu, (leaf,)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,11 +111,11 @@ class InputValues(TorchDispatchMode):
         return result
 
     def _of(self, tensor: Any) -> _Known | None:
-        return self._known.get(_memory(tensor)) if isinstance(tensor, torch.Tensor) else None
+        return self._known.get(memory_of(tensor)) if isinstance(tensor, torch.Tensor) else None
 
     def _keep(self, tensor: torch.Tensor, known: _Known) -> None:
         self._held.append(tensor)
-        self._known[_memory(tensor)] = known
+        self._known[memory_of(tensor)] = known
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """Of whatever shares the memory that an operation writes to the value is not known from now on."""
@@ -166,12 +166,12 @@ class InputValues(TorchDispatchMode):
         return (whole, chosen, *value)
 
 
-def _memory(tensor: torch.Tensor) -> Any:
+def memory_of(tensor: torch.Tensor) -> Any:
     """Autograd gives a view an object of its own: it is known by the memory that it is."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _is_empty(leaf: Any) -> bool:
+def is_empty(leaf: Any) -> bool:
     """Whether it is no tensor with values."""
     return not isinstance(leaf, torch.Tensor) or leaf.is_meta or isinstance(leaf, FakeTensor)
 

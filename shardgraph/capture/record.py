@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgraph.capture.answered import Answered, Answers
-from shardgraph.capture.input_values import InputValues
+from shardgraph.capture.input_values import InputValues, memory_of
 from shardgraph.capture.loops import RunAround
 from shardgraph.capture.pytrees import register_types
 from shardgraph.capture.side_effects import LeftBehind
@@ -256,13 +256,13 @@ class _Recorder(TorchDispatchMode):
 
     def known(self, tensor: torch.Tensor) -> Value | None:
         """What a tensor is; None if it was not made by an operation."""
-        return self._values.get(id(tensor)) or self._values.get(_place(tensor))
+        return self._values.get(id(tensor)) or self._values.get(memory_of(tensor))
 
     def _keep(self, tensor: torch.Tensor, value: Value) -> Value:
         self._held.append(tensor)
         if value.stack < 0 and tensor.requires_grad:
             self.differentiated.add(value)
-        self._values[id(tensor)] = self._values[_place(tensor)] = value
+        self._values[id(tensor)] = self._values[memory_of(tensor)] = value
         return value
 
 
@@ -293,11 +293,6 @@ def _values(tensor: torch.Tensor) -> bytes:
 def _is_layout(operand: torch.Tensor) -> bool:
     """Whether a result's layout depends on an operand's layout alone: neither on its value nor on bits of its own."""
     return type(operand) is FakeTensor and operand.constant is None and not operand.is_complex()
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """Autograd gives a view an object of its own: it is known by the memory that it is."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -28,8 +28,8 @@ Ask = Callable[[Any], Any]
 
 
 def tell_shapes(node: fx.Node, ask: Ask, fake: Ask) -> None:
-    """Have a new ``node``, the last one of the tracer's graph, told the numbers on which its shape depends, if it can
-    be ``ask``\\ ed for them. ``fake`` gives the fake tensor of a node."""
+    """Have a new ``node``, the last one of the tracer's graph, told the numbers on which its shape depends, if ``ask``
+    knows them. ``fake`` gives the fake tensor of a node."""
     if node.op not in ("call_function", "call_method") or not _is_torchs(node.target):
         return
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -61,7 +61,7 @@ def _is_torchs(target: Any) -> bool:
 
 def _tell_repeats(node: fx.Node, ask: Ask, fake: Ask) -> None:
     given: dict[str, Any] = {**dict(zip(("input", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
-    repeats = given.get("repeats", given.get("input", given.get("self")))
+    repeats = given.get("repeats", given.get("input"))
     if given.get("output_size") is not None or not isinstance(repeats, fx.Node):
         return
     total = ask(node.graph.call_function(torch.sum, (repeats,)))
@@ -87,14 +87,21 @@ def _places(graph: fx.Graph, mask: Any, ask: Ask) -> fx.Node | None:
     return None if count is None else graph.call_function(torch.nonzero_static, (mask,), {"size": count})
 
 
+def _index(mask: fx.Node, dims: int, ask: Ask) -> list[fx.Node] | None:
+    """The index of what a mask of so many dimensions chooses, along each of them; None if it is not known how long."""
+    function = mask.graph.call_function
+    if (places := _places(mask.graph, mask, ask)) is None:
+        return None
+    unbound = function(torch.unbind, (places, 1))
+    return [function(operator.getitem, (unbound, axis)) for axis in range(dims)]
+
+
 def _tell_selection(node: fx.Node, ask: Ask, fake: Ask) -> None:
     given: dict[str, Any] = {**dict(zip(("input", "mask"), node.args, strict=False)), **node.kwargs}
     shape = torch.broadcast_shapes(*(fake(given[name]).shape for name in ("input", "mask")))
     whole, mask = (node.graph.call_function(torch.broadcast_to, (given[name], shape)) for name in ("input", "mask"))
-    if (places := _places(node.graph, mask, ask)) is not None:
-        unbound = node.graph.call_function(torch.unbind, (places, 1))
-        index = tuple(node.graph.call_function(operator.getitem, (unbound, axis)) for axis in range(len(shape)))
-        node.op, node.target, node.args, node.kwargs = "call_function", operator.getitem, (whole, index), {}
+    if (index := _index(mask, len(shape), ask)) is not None:
+        node.op, node.target, node.args, node.kwargs = "call_function", operator.getitem, (whole, tuple(index)), {}
 
 
 def _tell_unique(node: fx.Node, name: str, ask: Ask, fake: Ask) -> None:
@@ -123,15 +130,15 @@ def _tell_masks(node: fx.Node, ask: Ask, fake: Ask) -> None:
         if not (value.requires_grad and each_its_own):
             return
     told: list[Any] = []
-    for each in index if isinstance(index, tuple) else (index,):
+    parts: Any = index if isinstance(index, tuple) else (index,)
+    for each in parts:
         mask = _tensor(each, fake)
         if mask.dtype is not torch.bool or not mask.dim():
             told.append(each)
             continue
-        if (places := _places(node.graph, each, ask)) is None:
+        if (index_of_mask := _index(each, mask.dim(), ask)) is None:
             return
-        unbound = node.graph.call_function(torch.unbind, (places, 1))
-        told += [node.graph.call_function(operator.getitem, (unbound, axis)) for axis in range(mask.dim())]
+        told += index_of_mask
     node.args = (whole, tuple(told) if isinstance(index, tuple) or len(told) > 1 else told[0], *written)
 
 
